@@ -1,0 +1,64 @@
+"""The contract: all that serving must match. It travels with the drafter as contract.json."""
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eagle3.capture import CaptureSpec
+from eagle3.digests import canonical_json, sha256_bytes
+from eagle3.dump.manifest import TargetIdentity, TokenizerIdentity
+from eagle3.errors import Eagle3Error
+
+CONTRACT_NAME = "contract.json"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ContractError(Eagle3Error, ValueError):
+    """A contract that cannot be read, or that does not fit the weights beside it."""
+
+
+class NormFlags(BaseModel):
+    """The second silent axis: where the drafter normalises. Defaults are what SGLang's Llama drafter does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+class DrafterContract(BaseModel):
+    """What the drafter was trained on, in canonical words, and the digest of the weights that it speaks for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = 1
+    architecture: str = Field(examples=["LlamaForCausalLMEagle3"])
+    capture: CaptureSpec = Field(description="`capture.aux` is the order in which fc expects its slots")
+    target: TargetIdentity
+    tokenizer: TokenizerIdentity
+    dump_uri: str
+    dump_sha256: Sha256 = Field(description="Manifest digest of the training dump")
+    report_sha256: Sha256 = Field(description="Digest of the evidence report that the dump passed")
+    draft_vocab_size: int = Field(gt=0)
+    vocab_map_sha256: Sha256 = Field(description="sha256 over the draft vocabulary's target ids")
+    norm: NormFlags = NormFlags()
+    weights_sha256: Sha256 = Field(description="Merkle digest of the drafter's named tensors, the same in every form")
+
+    def canonical(self) -> bytes:
+        return canonical_json(self.model_dump(mode="json"))
+
+    def digest(self) -> str:
+        """sha256 of the canonical JSON. It covers the weights' digest, so a copied contract proves nothing."""
+        return sha256_bytes(self.canonical())
+
+    @classmethod
+    def parse(cls, data: bytes, *, where: str) -> Self:
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ContractError(f"{where}: not a valid contract: {field}: {first['msg']}") from None

@@ -1,0 +1,41 @@
+"""Settings from the environment (EAGLE3_*). Secrets are SecretStr: they never reach a log, a manifest or MLflow."""
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Every setting with its unit. `EAGLE3_HOME=/data eagle3 up` sets the first."""
+
+    model_config = SettingsConfigDict(env_prefix="EAGLE3_", extra="ignore")
+
+    home: Path = Field(Path(".eagle3"), description="Folder of all local data: databases, logs, dumps, staging, caches")
+
+    s3_endpoint: str | None = Field(None, description="URL of the S3 server; unset: AWS's own")
+    s3_region: str = "us-east-1"
+    s3_access_key: SecretStr | None = Field(None, description="Unset: boto3's own credential chain")
+    s3_secret_key: SecretStr | None = None
+    s3_retries: int = Field(4, ge=0, description="Attempts after the first one, per request")
+    s3_timeout: float = Field(20.0, gt=0, description="Seconds to connect and to read")
+
+    store: str = Field("s3://eagle3", pattern=r"^(s3|file)://", description="Where dumps and checkpoints go")
+    mlflow_tracking_uri: str | None = Field(None, description="URL of the MLflow server")
+
+    sglang_python: Path | None = Field(None, description="Interpreter that has SGLang; unset: the one that runs this")
+    sglang_device: Literal["auto", "cpu", "cuda"] = "auto"
+    sglang_api_key: SecretStr | None = None
+    sglang_start_timeout: float = Field(900.0, gt=0, description="Seconds until a starting server must answer")
+
+    @property
+    def root(self) -> Path:
+        """`home` as an absolute path."""
+        return self.home.expanduser().resolve()
+
+
+@cache
+def get_settings() -> Settings:
+    return Settings()
