@@ -7,6 +7,12 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from eagle3.errors import Eagle3Error
+
+
+class MissingSetting(Eagle3Error):
+    """A setting that this action needs and nobody made."""
+
 
 class Settings(BaseSettings):
     """Every setting with its unit. `EAGLE3_HOME=/data eagle3 up` sets the first."""
@@ -15,15 +21,19 @@ class Settings(BaseSettings):
 
     home: Path = Field(Path(".eagle3"), description="Folder of all local data: databases, logs, dumps, staging, caches")
 
-    s3_endpoint: str | None = Field(None, description="URL of the S3 server; unset: AWS's own")
+    s3_endpoint: str | None = Field(None, description="URL of the S3 server; unset: the local stack's, or AWS's own")
     s3_region: str = "us-east-1"
     s3_access_key: SecretStr | None = Field(None, description="Unset: boto3's own credential chain")
     s3_secret_key: SecretStr | None = None
-    s3_retries: int = Field(4, ge=0, description="Attempts after the first one, per request")
+    s3_retries: int = Field(3, ge=0, description="Attempts after the first one, per request")
     s3_timeout: float = Field(20.0, gt=0, description="Seconds to connect and to read")
+    s3_part_size: int = Field(64 * 2**20, ge=5 * 2**20, description="Bytes of one part; larger files go up in parts")
 
     store: str = Field("s3://eagle3", pattern=r"^(s3|file)://", description="Where dumps and checkpoints go")
-    mlflow_tracking_uri: str | None = Field(None, description="URL of the MLflow server")
+    mlflow_tracking_uri: str | None = Field(None, description="URL of the MLflow server; unset: the local stack's")
+
+    ports: str = Field("20000-32767", pattern=r"^\d+-\d+$", description="Loopback ports that local servers may take")
+    stack_start_timeout: float = Field(120.0, gt=0, description="Seconds until a started part must answer")
 
     sglang_python: Path | None = Field(None, description="Interpreter that has SGLang; unset: the one that runs this")
     sglang_device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -34,6 +44,14 @@ class Settings(BaseSettings):
     def root(self) -> Path:
         """`home` as an absolute path."""
         return self.home.expanduser().resolve()
+
+    def mlflow_uri(self) -> str:
+        """The MLflow server's URL; MissingSetting where nobody named one."""
+        if not self.mlflow_tracking_uri:
+            raise MissingSetting(
+                "no MLflow server is known: start the local stack with `eagle3 up`, or set EAGLE3_MLFLOW_TRACKING_URI"
+            )
+        return self.mlflow_tracking_uri
 
 
 @cache

@@ -4,10 +4,14 @@ They are small enough for a server in seconds, and their norms and layers differ
 residual stream is told from its neighbours.
 """
 
+import json
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -87,6 +91,10 @@ def make_deepseek(folder: Path, *, moe: bool = False, dtype: torch.dtype = torch
         n_group=2,
         topk_group=1,
         first_k_dense_replace=1 if moe else LAYERS,
+        # Three fields of the published config.json that SGLang reads and transformers does not.
+        moe_layer_freq=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -110,3 +118,66 @@ def _save(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> Path:
     model.to(dtype).save_pretrained(folder)
     make_tokenizer(folder)
     return folder
+
+
+_KIMI_TOKENIZER = '''"""A tokenizer with code of its own, as Kimi-K2.5 ships one."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class TikTokenTokenizer(PreTrainedTokenizerFast):
+    says = "the code in the folder ran"
+'''
+
+
+def make_kimi(folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """A tiny checkpoint in Kimi-K2.5's form: its decoder is the one of `make_deepseek(moe=True)`.
+
+    Nested text_config, weights named `language_model.model.*` in two files with an index (the second begins with the
+    upper half of the layers), a vision tower that nobody reads, a tokenizer with code of its own.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        plain = make_deepseek(Path(scratch) / "plain", moe=True, dtype=dtype, seed=seed)
+        text_config = json.loads((plain / "config.json").read_text())
+        weights = {f"language_model.{name}": t for name, t in load_file(plain / "model.safetensors").items()}
+    weights["vision_tower.patch_embed.proj.weight"] = torch.zeros(8, 3, 2, 2, dtype=dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_sharded(weights, folder)
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+        # transformers writes `rope_parameters` and the rotary width as head_dim; Kimi's own file has `rope_theta`.
+        "text_config": {k: v for k, v in text_config.items() if k not in ("rope_parameters", "head_dim", "dtype")}
+        | {
+            "model_type": "kimi_k2",
+            "rope_theta": 50000.0,
+            "rope_scaling": text_config["rope_parameters"] | {"rope_theta": 50000.0},
+        },
+        "vision_config": {"vt_hidden_size": 8},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    make_tokenizer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "TikTokenTokenizer"
+    settings["auto_map"] = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (folder / "tokenization_kimi.py").write_text(_KIMI_TOKENIZER)
+    return folder
+
+
+def _save_sharded(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    def shard(name: str) -> int:
+        layer = re.search(r"layers\.(\d+)\.", name)
+        return int(int(layer[1]) >= LAYERS // 2) if layer else int("embed_tokens" not in name)
+
+    index = {}
+    for number in (0, 1):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        part = {name: tensor.contiguous() for name, tensor in weights.items() if shard(name) == number}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(part, file))
+    total = sum(t.numel() * t.element_size() for t in weights.values())
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(document, indent=2))

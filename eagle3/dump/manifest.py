@@ -2,7 +2,7 @@
 
 import re
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -11,7 +11,7 @@ from eagle3.conventions import EngineIds
 from eagle3.digests import canonical_json, sha256_bytes
 from eagle3.errors import Eagle3Error
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
 SAMPLES_NAME = "samples.jsonl"
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -20,7 +20,11 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class ManifestError(Eagle3Error, ValueError):
+class DumpError(Eagle3Error, ValueError):
+    """A dump that cannot be written or read as it is."""
+
+
+class ManifestError(DumpError):
     """A manifest that cannot be read: not JSON, another schema version, a field that is missing or wrong."""
 
 
@@ -110,9 +114,11 @@ class SampleRecord(_Model):
     prompt_tokens: int = Field(gt=0)
     output_tokens: int = Field(gt=0)
     last_token_id: int = Field(ge=0)
-    finish_reason: str
+    finish_reason: str = Field(max_length=200)
     ids_sha256: Sha256 = Field(description="sha256_ids over prompt and answer, the last token included")
-    digest: Sha256 = Field(description="sha256 over the ids digest and the bytes of every captured tensor of the sample")
+    digest: Sha256 = Field(
+        description="`eagle3.dump.content.sample_digest`: ids, answer's place, every captured tensor"
+    )
 
 
 class Manifest(_Model):

@@ -1,0 +1,60 @@
+"""Files that appear whole or not at all."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from eagle3.dump.manifest import DumpError
+
+
+def publish(path: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:
+    """Let `write` make a temporary file beside `path`, bring it to the disk, and give it its name.
+
+    With replace=False a file that is already there stays, and a DumpError is raised. A disk that is full, or refuses,
+    is a DumpError too; no half-written file is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        _sync(temporary)
+        if replace:
+            temporary.replace(path)
+        else:
+            os.link(temporary, path)  # unlike a rename, it never replaces
+        _sync(path.parent)
+    except FileExistsError:
+        raise DumpError(f"{path} is there already, and is never overwritten: choose another folder") from None
+    except (OSError, SafetensorError) as error:
+        raise DumpError(f"cannot write {path}: {error}. Check that the disk has room and allows writing") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of that name in the folder; a DumpError where it is missing or leads out of the folder (a link)."""
+    path = folder / name
+    if not path.is_file():
+        raise DumpError(f"{path} is missing: the manifest names it. Fetch the dump again, or extract again")
+    if path.resolve().parent != folder.resolve():
+        raise DumpError(f"{path} leads out of the dump (to {path.resolve()}): a dump holds plain files only")
+    return path
+
+
+def check_size(path: Path, expected: int) -> None:
+    """A DumpError where the file is not as long as the manifest says."""
+    found = path.stat().st_size
+    if found != expected:
+        what = "truncated" if found < expected else "longer than it was written"
+        raise DumpError(
+            f"{path} is {what}: {found} bytes instead of {expected}. Fetch the dump again, or extract again"
+        )
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

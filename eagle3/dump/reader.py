@@ -1,0 +1,197 @@
+"""Read a dump: the manifest and the index at once, the states sample by sample from mapped files."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from eagle3.capture import CapturePoint
+from eagle3.digests import sha256_file
+from eagle3.dump.files import check_size, inside
+from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, Manifest, SampleRecord, ShardEntry
+from eagle3.dump.writer import CU_SEQLENS, INPUT_IDS, LOSS_MASK
+
+MAX_LINE_BYTES = 8192
+MAX_OPEN_SHARDS = 16
+
+_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample as it lies in its shard. Tensors are views of the mapped file: clone before you write to them."""
+
+    id: str
+    record: SampleRecord
+    input_ids: torch.Tensor  # [rows] int64
+    loss_mask: torch.Tensor  # [rows] bool
+    states: Mapping[CapturePoint, torch.Tensor]  # each [rows, H]
+
+    def full_ids(self) -> torch.Tensor:
+        """[rows + 1] int64: prompt and answer, with the last token, which has no row."""
+        return torch.cat([self.input_ids, torch.tensor([self.record.last_token_id])])
+
+
+class DumpReader:
+    """A dump in a folder; `open` it. Samples come in the order in which they were packed.
+
+    Raises DumpError where the dump does not exist, is not the one that was expected, or where a file is not what the
+    manifest says (size, names, shapes and dtypes). Bytes are compared with their digests by `eagle3.evidence`.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, records: list[SampleRecord]) -> None:
+        self.folder, self.manifest, self.records = folder, manifest, records
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        ends = [0]
+        for shard in manifest.shards:
+            ends.append(ends[-1] + shard.samples)
+        self._ranges = [range(start, end) for start, end in pairwise(ends)]
+
+    @classmethod
+    def open(cls, folder: Path, *, expect_sha256: str | None = None) -> Self:
+        """Read and check the manifest and samples.jsonl; no shard is touched yet."""
+        manifest = read_manifest(folder)
+        if expect_sha256 is not None and manifest.digest() != expect_sha256:
+            raise DumpError(
+                f"{folder} holds another dump than asked for: expected manifest digest {expect_sha256}, found "
+                f"{manifest.digest()}. Use the reference that the extraction returned"
+            )
+        return cls(folder, manifest, read_records(folder, manifest))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.read(index) for index in range(len(self)))
+
+    def read(self, index: int) -> Sample:
+        """The sample at that place; its shard is mapped, and only the sample's rows are touched."""
+        record = self.records[index]
+        shard = self._shard(record.shard)
+        rows = slice(record.start, record.start + record.rows)
+        return Sample(
+            id=record.id,
+            record=record,
+            input_ids=shard.get_slice(INPUT_IDS)[rows],
+            loss_mask=shard.get_slice(LOSS_MASK)[rows],
+            states={point: shard.get_slice(point)[rows] for point in self.manifest.spec.points},
+        )
+
+    def samples_of(self, shard: int) -> range:
+        """Indices of the samples in a shard."""
+        return self._ranges[shard]
+
+    def cu_seqlens(self, shard: int) -> torch.Tensor:
+        """[samples + 1] int64: where each sample starts and the last one ends, as the shard itself says."""
+        lengths: torch.Tensor = self._shard(shard).get_tensor(CU_SEQLENS)
+        return lengths
+
+    def _shard(self, index: int) -> Any:
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index]
+        shard = _open_shard(self.folder, self.manifest, self.manifest.shards[index])
+        self._open[index] = shard
+        if len(self._open) > MAX_OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return shard
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a dump; DumpError where there is none."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise DumpError(
+            f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish. Run the "
+            "extraction again; it resumes from what is there"
+        )
+    with inside(folder, MANIFEST_NAME).open("rb") as file:
+        return Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1), where=str(path))
+
+
+def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:
+    """The lines of samples.jsonl, checked against the manifest: size, digest, order, and no row in two samples."""
+    path = inside(folder, manifest.samples.name)
+    check_size(path, manifest.samples.bytes)
+    if sha256_file(path) != manifest.samples.sha256:
+        raise DumpError(f"{path} is not the file that the manifest names: its sha256 differs. Fetch the dump again")
+    records: list[SampleRecord] = []
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            if len(records) == manifest.num_samples:
+                raise DumpError(f"{path} has more lines than the {manifest.num_samples} samples of the manifest")
+            try:
+                records.append(SampleRecord.model_validate_json(line))
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                field = ".".join(str(part) for part in first["loc"]) or "the line"
+                raise DumpError(f"{path}, line {len(records) + 1}: {field}: {first['msg']}") from None
+    _check_records(path, manifest, records)
+    return records
+
+
+def _check_records(path: Path, manifest: Manifest, records: list[SampleRecord]) -> None:
+    seen: set[str] = set()
+    tokens, samples = [0] * len(manifest.shards), [0] * len(manifest.shards)
+    previous = 0
+    for number, record in enumerate(records, start=1):
+        where = f"{path}, line {number} (sample {record.id!r})"
+        if record.id in seen:
+            raise DumpError(f"{where}: this id came before")
+        seen.add(record.id)
+        if not previous <= record.shard < len(manifest.shards):
+            raise DumpError(f"{where}: shard {record.shard}; lines follow the {len(manifest.shards)} shards in order")
+        if record.start != tokens[record.shard]:
+            raise DumpError(
+                f"{where}: starts at row {record.start} of its shard, but the samples before it end at row "
+                f"{tokens[record.shard]}"
+            )
+        previous = record.shard
+        tokens[record.shard] += record.rows
+        samples[record.shard] += 1
+    for shard, entry in enumerate(manifest.shards):
+        if (samples[shard], tokens[shard]) != (entry.samples, entry.tokens):
+            raise DumpError(
+                f"{path} puts {samples[shard]} samples and {tokens[shard]} rows into {entry.name}; the manifest says "
+                f"{entry.samples} and {entry.tokens}"
+            )
+    if (len(records), sum(tokens)) != (manifest.num_samples, manifest.num_tokens):
+        raise DumpError(
+            f"{path} holds {len(records)} samples and {sum(tokens)} rows; the manifest says {manifest.num_samples} "
+            f"and {manifest.num_tokens}"
+        )
+
+
+def _open_shard(folder: Path, manifest: Manifest, entry: ShardEntry) -> Any:
+    path = inside(folder, entry.name)
+    check_size(path, entry.bytes)
+    try:
+        shard = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise DumpError(f"{path} is not a safetensors file: {error}. Fetch the dump again, or extract again") from None
+    expected = {
+        INPUT_IDS: ("I64", [entry.tokens]),
+        LOSS_MASK: ("BOOL", [entry.tokens]),
+        CU_SEQLENS: ("I64", [entry.samples + 1]),
+    }
+    for point in manifest.spec.points:
+        expected[str(point)] = (_SAFETENSORS_NAMES[manifest.dtype], [entry.tokens, manifest.target.hidden_size])
+    names = set(shard.keys())
+    if names != set(expected):
+        missing, foreign = sorted(set(expected) - names), sorted(names - set(expected))
+        raise DumpError(
+            f"{path} holds other tensors than the manifest says: missing {', '.join(missing) or 'none'}, foreign "
+            f"{', '.join(foreign)[:200] or 'none'}"
+        )
+    for name, wanted in expected.items():
+        view = shard.get_slice(name)
+        found = (view.get_dtype(), list(view.get_shape()))
+        if found != wanted:
+            raise DumpError(f"{path}, {name}: expected {wanted[0]} {wanted[1]}, found {found[0]} {found[1]}")
+    return shard

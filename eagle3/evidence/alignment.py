@@ -1,0 +1,193 @@
+"""Does the final state belong to the tokens beside it? Through the target's head it must give the greedy answer."""
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.dump.manifest import Manifest
+from eagle3.dump.reader import Sample
+from eagle3.evidence.examination import Findings, spread
+from eagle3.evidence.report import Check, OffsetAgreement, Verdict
+
+OFFSETS = (-2, -1, 0, 1, 2)
+AGREEMENT = 0.98
+"""Share of the answer's tokens that must come out again."""
+NEAR_TIE = 0.02
+"""A token within 2% of the way from the largest logit down to the mean one counts as given: two 16-bit paths through a
+target (decode and prefill, two kernels) break near ties differently. Measured, 500 to 768 rows each: right dumps of
+SmolLM2-135M 100% (strictly 100% in float32, 99.1% in bfloat16), of tiny bfloat16 targets 99.4-100% (strictly 96-99%);
+the last layer but one 55-72%, the norm left out 18-84%, applied twice 37-82%, rows late by one 2%."""
+SAMPLE_AGREEMENT, SAMPLE_ROWS = 0.5, 8
+"""A sample with at least 8 judged rows and less than half of them right holds the rows of another one."""
+SHIFT_AGREEMENT = 0.5
+"""Another offset is named as the cause where at least half of the rows fit it: below that nothing fits."""
+MAX_ROWS = 4096
+BATCH_ROWS, VOCAB_CHUNK = 256, 8192
+OUTSIDE = -1
+
+
+@dataclass(frozen=True)
+class FinalStateParts:
+    """The parts of the target that the checks need: from the hidden state to logits, and the embedding.
+
+    head [V, H] and embedding [V, H] in any float dtype (V may be padded above the vocabulary size); final_norm [H] is
+    the factor of the RMS norm. Softcaps and scales of logits change no argmax and are left out.
+    """
+
+    head: torch.Tensor
+    final_norm: torch.Tensor
+    rms_norm_eps: float
+    embedding: torch.Tensor | None = None
+
+
+class FinalState:
+    """`final_state`: through the head, the final state of row t gives the token at t + 1, for every row of the answer.
+
+    Judged on `MAX_ROWS` evenly spread rows where a dump has more. The same predictions are compared with the tokens at
+    t + 1 - 2 ... t + 1 + 2, on rows whose neighbourhood does not repeat the token ("telling" rows): rows that are
+    shifted against their ids fit another offset.
+
+    A norm that was left out or applied twice shows as far as the norm's weights are uneven: even weights change no
+    token, and then nothing here tells once from twice (attribution does).
+    """
+
+    def __init__(self, manifest: Manifest, parts: FinalStateParts, *, answer_tokens: int) -> None:
+        """`answer_tokens`: output tokens of the whole dump, from which the share of rows to judge follows."""
+        self._point, self._parts = manifest.spec.final, parts
+        self._target, self._temperature = manifest.target, manifest.generation.temperature
+        self._answer_tokens, self._num_samples = answer_tokens, manifest.num_samples
+        self._seen = 0
+        self._waiting: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # id, states [n, H], windows [n, offsets]
+        self._waiting_rows = 0
+        self._rows, self._right = 0, 0
+        self._telling = torch.zeros(len(OFFSETS), dtype=torch.int64)
+        self._telling_right = torch.zeros(len(OFFSETS), dtype=torch.int64)
+        self._foreign = Findings()
+
+    def see(self, sample: Sample) -> None:
+        self._seen += 1
+        if self._obstacle() or (self._seen - 1) % max(1, self._num_samples // MAX_ROWS):
+            return
+        record, ids = sample.record, sample.full_ids()
+        # Rows prompt-1 ... prompt+output-2 predict the answer's tokens, which stand at prompt ... prompt+output-1.
+        first, end = record.prompt_tokens - 1, record.rows
+        wanted = -(-(end - first) * min(MAX_ROWS, self._answer_tokens) // self._answer_tokens)  # ceil
+        if first >= end:  # rows are missing: `completeness` says so
+            return
+        rows = spread(first, end, wanted)
+        places = rows[:, None] + 1 + torch.tensor(OFFSETS)  # [n, offsets]
+        inside = (places >= record.prompt_tokens) & (places < len(ids))
+        windows = torch.where(inside, ids[places.clamp(0, len(ids) - 1)], OUTSIDE)
+        self._waiting.append((sample.id, sample.states[self._point][rows].clone(), windows))
+        self._waiting_rows += len(rows)
+        if self._waiting_rows >= BATCH_ROWS:
+            self._score()
+
+    def offsets(self) -> tuple[OffsetAgreement, ...]:
+        """Agreement by offset, over the telling rows; empty where no row tells."""
+        return tuple(
+            OffsetAgreement(offset=offset, share=int(right) / int(rows))
+            for offset, right, rows in zip(OFFSETS, self._telling_right, self._telling, strict=True)
+            if rows
+        )
+
+    def conclude(self) -> list[Check]:
+        self._score()
+        obstacle = self._obstacle() or ("" if self._rows else "the dump has no rows that predict an answer")
+        if obstacle:
+            return [self._check("fail", "not measured", f"The final state could not be judged: {obstacle}.")]
+        share = self._right / self._rows
+        verdict, sentence = self._judge(share)
+        value = f"{share:.2%} of {self._rows} judged rows ({self._answer_tokens} predict an answer)"
+        return [self._check(verdict, value, sentence)]
+
+    def _judge(self, share: float) -> tuple[Verdict, str]:
+        shares = {o.offset: o.share for o in self.offsets()}
+        best = max(shares, key=lambda offset: shares[offset], default=0)
+        shifted = best != 0 and shares[best] > shares.get(0, 0.0)
+        if shifted and (shares[best] >= SHIFT_AGREEMENT or self._temperature > 0):
+            late = "late" if best < 0 else "early"
+            return "fail", (
+                f"The final states fit the tokens at offset {best:+d} ({shares[best]:.0%}) and not at 0 "
+                f"({shares.get(0, 0.0):.0%}): rows are {late} by {abs(best)} against the token ids. Look at where the "
+                "capture cuts prompt, answer and first row, and extract again: a drafter would learn the wrong token."
+            )
+        if self._temperature > 0:
+            return "warn", (
+                f"The answers were sampled at temperature {self._temperature:g}, so the final state need not give them "
+                "again: only the offset was judged, and it is right. Extract greedily to have the final state proved."
+            )
+        if self._foreign.count and share >= SAMPLE_AGREEMENT:
+            return "fail", (
+                f"The final state does not give the answer again in {self._foreign}; the dump as a whole agrees on "
+                f"{share:.1%}. These samples hold the rows of another request, or shifted ones: do not extract with "
+                "speculative decoding on, look at the engine's batching, and extract them again."
+            )
+        if share < AGREEMENT:
+            return "fail", (
+                f"The final state gives only {share:.1%} of the greedy answer again, and no other offset fits. It is "
+                "another layer's output than the last, or its norm was left out or applied twice, or head and norm are "
+                "not of the checkpoint that served, or the answers were not greedy. Check the target's revision, the "
+                "capture and the sampling, and extract again."
+            )
+        if not shares:
+            return "warn", (
+                "The final state gives the greedy answer again, but the answers repeat themselves so much that a shift "
+                "of the rows could not be seen. Extract with other prompts."
+            )
+        return "pass", "Through the target's head the final state gives the greedy answer again, token for token."
+
+    def _score(self) -> None:
+        if not self._waiting:
+            return
+        windows = torch.cat([windows for _, _, windows in self._waiting])
+        states = torch.cat([states for _, states, _ in self._waiting])
+        batches = zip(states.split(BATCH_ROWS), windows.split(BATCH_ROWS), strict=True)
+        right = torch.cat([self._given(*batch) for batch in batches])  # [rows, offsets]
+        now = OFFSETS.index(0)
+        start = 0
+        for name, rows, _ in self._waiting:
+            length = len(rows)
+            hits = int(right[start : start + length, now].sum())
+            start += length
+            if length >= SAMPLE_ROWS and hits < SAMPLE_AGREEMENT * length:
+                self._foreign.add(f"sample {name!r} ({hits} of {length} rows)")
+        self._waiting, self._waiting_rows = [], 0
+        self._rows += len(right)
+        self._right += int(right[:, now].sum())
+        others = torch.arange(len(OFFSETS)) != now
+        telling = (windows[:, others] != windows[:, now : now + 1]).all(dim=1)
+        self._telling += (telling[:, None] & (windows != OUTSIDE)).sum(dim=0)
+        self._telling_right += (telling[:, None] & right).sum(dim=0)
+
+    def _given(self, states: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+        """[rows, offsets] bool: does the state give that token? In float32, a piece of the head at a time."""
+        x = states.float()  # [rows, H]
+        if self._point != "norm":
+            weight, eps = self._parts.final_norm.float(), self._parts.rms_norm_eps
+            x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+        vocab_size, head = self._target.vocab_size, self._parts.head
+        best, total = torch.full((len(x), 1), float("-inf")), torch.zeros(len(x), 1)
+        for start in range(0, vocab_size, VOCAB_CHUNK):
+            logits = x @ head[start : min(start + VOCAB_CHUNK, vocab_size)].float().T  # [rows, piece]
+            best = torch.maximum(best, logits.amax(dim=-1, keepdim=True))
+            total += logits.sum(dim=-1, keepdim=True)
+        known = (windows >= 0) & (windows < vocab_size)
+        tokens = head[windows.clamp(0, vocab_size - 1)].float()  # [rows, offsets, H]
+        logits = torch.einsum("rh,roh->ro", x, tokens)
+        height = best - total / vocab_size  # of the largest logit above the mean one
+        return known & (height > 0) & (best - logits <= NEAR_TIE * height)  # a row of NaN, or a flat one, gives nothing
+
+    def _obstacle(self) -> str:
+        head, norm, target = self._parts.head, self._parts.final_norm, self._target
+        if head.ndim != 2 or head.shape[0] < target.vocab_size or head.shape[1] != target.hidden_size:
+            return f"the head is {list(head.shape)}, expected [{target.vocab_size}, {target.hidden_size}]"
+        if tuple(norm.shape) != (target.hidden_size,):
+            return f"the final norm is {list(norm.shape)}, expected [{target.hidden_size}]"
+        if self._point not in ("norm", f"layers.{target.num_layers - 1}"):
+            return f"`{self._point}` is not the target's final state: expected norm or layers.{target.num_layers - 1}"
+        return ""
+
+    def _check(self, verdict: Verdict, value: str, sentence: str) -> Check:
+        threshold = f"at least {AGREEMENT:.0%} of greedy tokens, best at offset 0"
+        return Check(name="final_state", verdict=verdict, value=value, threshold=threshold, sentence=sentence)

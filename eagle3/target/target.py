@@ -1,0 +1,147 @@
+"""The target: a local Hugging Face folder, of which only what is needed is read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from eagle3.capture import CapturePoint
+from eagle3.dump.manifest import TargetIdentity, TokenizerIdentity
+from eagle3.target import identity, loading
+from eagle3.target.config import TargetConfig, read_config
+from eagle3.target.files import TargetError
+from eagle3.target.weights import HEAD_NAMES, PREFIXES, Weights
+
+if TYPE_CHECKING:
+    import torch
+
+# The decoder layer that a drafter's own layer can start from: Llama's, without biases.
+LLAMA_LAYER = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target(TargetConfig):
+    """A target's numbers (fields of TargetConfig), tensors, tokenizer and identity. Open it with `Target.open`."""
+
+    trust_remote_code: bool = False
+    cache_dir: Path | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        trust_remote_code: bool = False,
+        cache_dir: Path | None = None,
+        config_only: bool = False,
+    ) -> Self:
+        """Open a target's folder: config.json and where its tensors lie, no tensor yet.
+
+        `trust_remote_code` lets the tokenizer's (and a model's) own Python files run. `cache_dir` keeps digests of
+        weight files. `config_only` is for a dry run: the folder may lack weights. Raises TargetError.
+        """
+        folder = Path(path).expanduser().absolute()
+        target = cls(**vars(read_config(folder)), trust_remote_code=trust_remote_code, cache_dir=cache_dir)
+        if not config_only:
+            target.check_weights()
+        return target
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Which file holds which tensor; TargetError where the folder has no safetensors weights."""
+        return Weights.locate(self.path)
+
+    def check_weights(self) -> None:
+        """Raise TargetError where the folder has no safetensors weights. The files of an index are not opened."""
+        _ = self.weights
+
+    @property
+    def dtype(self) -> str:
+        """Name of the weights' dtype, e.g. `bfloat16`: what config.json declares, else what the embedding has."""
+        return self.declared_dtype or str(self.embedding().dtype).removeprefix("torch.")
+
+    def embedding(self) -> "torch.Tensor":
+        """The token embedding table [V, H] in its stored dtype."""
+        return self._read("token embedding", _in_decoder("embed_tokens.weight"), (self.vocab_size, self.hidden_size))
+
+    def final_norm(self) -> "torch.Tensor":
+        """The weight [H] of the norm between the last layer and the head."""
+        return self._read("final norm", _in_decoder("norm.weight"), (self.hidden_size,))
+
+    def head(self) -> "torch.Tensor":
+        """The output head [V, H]; a tied one is the embedding.
+
+        A config that ties it and a checkpoint that stores another one are refused: SGLang uses the embedding then,
+        transformers 5 the stored head. A config that says nothing ties it where none is stored.
+        """
+        stored = self.weights.first(HEAD_NAMES)
+        if self.tied_head is False or (self.tied_head is None and stored):
+            return self._read("output head", HEAD_NAMES, (self.vocab_size, self.hidden_size))
+        embedding = self.embedding()
+        if stored and not self.weights.read(stored).equal(embedding):
+            raise TargetError(
+                f"{self.path}: config.json says tie_word_embeddings: true, but the stored {stored} differs from the "
+                "embedding. SGLang would use the embedding, transformers the stored head: set the flag to what the "
+                "model was trained with, or remove the tensor."
+            )
+        return embedding
+
+    def layer_tensor(self, layer: int, suffix: str) -> "torch.Tensor | None":
+        """One tensor of decoder layer `layer`, e.g. suffix `mlp.up_proj.weight`; None where the layer has none."""
+        if not 0 <= layer < self.num_layers:
+            raise TargetError(f"the target has no layer {layer}: it has layers 0 ... {self.num_layers - 1}")
+        name = self.weights.first(_in_decoder(f"layers.{layer}.{suffix}"))
+        return self.weights.read(name) if name else None
+
+    def last_layer(self) -> "dict[str, torch.Tensor]":
+        """The last layer's tensors by suffix (LLAMA_LAYER), for the warm start of a drafter.
+
+        Empty where the layer is built otherwise (MLA, experts) or quantised: then a drafter starts cold.
+        """
+        found = {suffix: self.layer_tensor(self.num_layers - 1, suffix) for suffix in LLAMA_LAYER}
+        tensors = {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
+        plain = all(t.is_floating_point() and t.element_size() >= 2 for t in tensors.values())
+        return tensors if plain and len(tensors) == len(LLAMA_LAYER) else {}
+
+    def identity(self) -> TargetIdentity:
+        """Name, shape and digests. Hashes every weight file once; `cache_dir` remembers."""
+        return identity.target_identity(self, self.weights, self.cache_dir)
+
+    def tokenizer_identity(self) -> TokenizerIdentity:
+        """Digests of the tokenizer's files and chat template, and whether it brings code of its own."""
+        return identity.tokenizer_identity(self.path)
+
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, from the folder alone."""
+        return loading.open_tokenizer(self.path, trust_remote_code=self.trust_remote_code)
+
+    def load_model(self, dtype: "torch.dtype | str | None" = None) -> Any:
+        """The whole language model in transformers, in `dtype` or its own. Only for targets that fit this machine."""
+        list(self.weights.paths())  # says which files are missing before transformers does
+        return loading.load_model(self, dtype or self.dtype, trust_remote_code=self.trust_remote_code)
+
+    def hidden_states(self, model: Any, ids: "Sequence[int] | torch.Tensor") -> "dict[CapturePoint, torch.Tensor]":
+        """Every boundary of `model` (from `load_model`) for one sequence of ids [T]; each state is [T, H]."""
+        from eagle3.target.states import hidden_states
+
+        return hidden_states(model, ids, self.num_layers)
+
+    def _read(self, what: str, names: Sequence[str], shape: tuple[int, ...]) -> "torch.Tensor":
+        name = self.weights.require(what, names)
+        tensor = self.weights.read(name)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise TargetError(
+                f"{self.path}: the {what} ({name}) must be a floating-point tensor of shape {list(shape)} according to "
+                f"config.json; it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            )
+        return tensor
+
+
+def _in_decoder(name: str) -> tuple[str, ...]:
+    return tuple(prefix + name for prefix in PREFIXES)

@@ -1,0 +1,51 @@
+"""The trainer's settings, as a form shows them."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainingConfig(BaseModel):
+    """Settings of the training. The defaults are the recipe that was measured on SmolLM2-135M within minutes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Training")
+
+    budget: float = Field(
+        60.0, gt=0, title="Budget", description="How long to train, in the budget's unit. The learning rate follows it"
+    )
+    budget_unit: Literal["cpu_seconds", "seconds", "steps"] = Field(
+        "cpu_seconds",
+        title="Budget unit",
+        description="CPU-seconds of this process, seconds on the clock, or optimiser steps. Only steps are repeatable "
+        "bit by bit on the same machine",
+    )
+    num_unroll_steps: int = Field(
+        3,
+        ge=1,
+        le=16,
+        title="Unroll steps",
+        description="Steps of training-time test: how far the drafter learns to draft",
+    )
+    step_decay: float = Field(
+        0.8, gt=0, le=1, title="Step decay", description="Weight of unroll step k in the loss is this to the power k"
+    )
+    batch_size: int = Field(2, ge=1, title="Batch size", description="Samples (sequences) per optimiser step")
+    learning_rate: float = Field(2e-3, gt=0, title="Learning rate", description="Peak of AdamW's learning rate")
+    head_learning_rate_scale: float = Field(
+        0.25,
+        gt=0,
+        title="Head learning rate scale",
+        description="The head starts as the target's: it learns this much slower",
+    )
+    warmup_steps: int = Field(10, ge=0, title="Warm-up", description="Optimiser steps until the peak learning rate")
+    weight_decay: float = Field(0.0, ge=0, title="Weight decay", description="AdamW's decoupled weight decay")
+    clip_norm: float = Field(1.0, gt=0, title="Gradient clip", description="Largest norm of the gradient")
+    bf16: bool = Field(True, title="bfloat16", description="Matrix products in bfloat16; weights and sums stay float32")
+    warm_start: bool = Field(
+        True, title="Warm start", description="Start from the target's last layer where the shapes fit"
+    )
+    num_draft_steps: int = Field(
+        3, ge=1, le=16, title="Draft steps", description="Chain length of the simulated acceptance on held-out samples"
+    )
+    log_every: int = Field(20, ge=1, title="Log every", description="Optimiser steps between two records of progress")
+    seed: int = Field(0, ge=0, title="Seed", description="Of the first weights and of the order of the samples")

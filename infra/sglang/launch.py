@@ -1,0 +1,271 @@
+"""How a SGLang server is started: the command and the environment, made without starting anything."""
+
+import ctypes
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from eagle3.conventions import EngineIds
+from eagle3.errors import Eagle3Error
+from infra.settings import Settings
+from infra.sglang.cpu.plugin import CPU_VARIABLE
+
+HOST = "127.0.0.1"
+TAP_VARIABLE = "EAGLE3_TAP_DIR"
+STAND_INS = Path(__file__).parent / "cpu" / "stand_ins"
+# Bounds of a CPU server's cache, unless the configuration says otherwise: SGLang would take a share of the memory.
+CPU_MAX_REQUESTS = 32
+CPU_MAX_TOKENS = 16384
+CPU_MEM_FRACTION = 0.3
+RESERVED = ("--host", "--port", "--model-path", "--api-key", "--admin-api-key", "--config")
+
+
+class LaunchError(Eagle3Error):
+    """A server configuration that SGLang could not be started with."""
+
+
+class CaptureServing(BaseModel):
+    """Serve the target alone and capture states at the layers that `ids` name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Capture")
+
+    ids: EngineIds = Field(title="Layer ids", description="SGLang's integers beside their convention")
+    staging: Path = Field(title="Staging folder", description="Where the tap writes a file for each request")
+
+
+class DraftServing(BaseModel):
+    """Serve the target with a drafter."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Drafter")
+
+    path: Path = Field(title="Drafter's folder")
+    algorithm: Literal["EAGLE3"] = Field("EAGLE3", title="Algorithm")
+    num_steps: int = Field(3, ge=1, title="Draft steps", description="Tokens drafted in a row before a verification")
+    top_k: int = Field(1, ge=1, title="Branches", description="1: a chain; more: a tree")
+    num_draft_tokens: int = Field(
+        4, ge=2, title="Draft tokens", description="Nodes of a verification, the root included"
+    )
+
+
+class ServerConfig(BaseModel):
+    """What is served, and how. Unset fields are left to SGLang, on the CPU to bounds that fit a small machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="SGLang server")
+
+    target: Path = Field(title="Target's folder", description="A Hugging Face folder: config.json and safetensors")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", title="Device", description="auto: CUDA where there is a GPU"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", title="Data type", description="auto: the checkpoint's on a GPU, float32 on a CPU"
+    )
+    capture: CaptureServing | None = Field(None, title="Capture", description="For a dump; not together with a drafter")
+    draft: DraftServing | None = Field(None, title="Drafter")
+    threads: int = Field(1, ge=1, title="Threads", description="CPU only: threads of each tensor-parallel process")
+    max_running_requests: int | None = Field(None, ge=1, title="Requests at a time")
+    max_total_tokens: int | None = Field(None, ge=1, title="Cached tokens", description="Size of the key/value cache")
+    mem_fraction: float | None = Field(None, gt=0, lt=1, title="Share of memory for weights and cache")
+    chunked_prefill_size: int | None = Field(None, ge=-1, title="Prefill chunk", description="Tokens; -1: off")
+    tensor_parallel: int = Field(1, ge=1, title="Tensor-parallel size")
+    trust_remote_code: bool = Field(False, title="Trust remote code", description="Run Python that the target brings")
+    disable_cuda_graph: bool = Field(
+        False, title="No decode graphs", description="GPU only: needed to capture while answering; slower decoding"
+    )
+    random_seed: int = Field(1, ge=0, title="Random seed")
+    extra_args: tuple[str, ...] = Field((), title="More arguments", description="Passed to SGLang as they are, last")
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A start that has not happened. `env` is set on top of the starter's environment, PYTHONPATH before what it holds.
+
+    The API key is not in the command: SGLang gets it through a file that only its owner can read (`--config`), written
+    when the server starts.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str]
+    device: Literal["cpu", "cuda"]
+    api_key: SecretStr | None = field(default=None, repr=False)
+
+
+def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPlan:
+    """The command and environment of a server on this port. Starts nothing; reads at most the target's config.json."""
+    if config.capture and config.draft:
+        raise LaunchError("a server either captures or drafts: SGLang loads no drafter in capture mode")
+    _check_extra_args(config.extra_args)
+    _check_key(settings.sglang_api_key)
+    device = resolve_device(config, settings)
+    latent = uses_latent_attention(config.target)
+    python = str(settings.sglang_python or sys.executable)
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(config.target)]
+    command += ["--host", HOST, "--port", str(port), "--device", device, "--dtype", _dtype(config, device)]
+    command += ["--random-seed", str(config.random_seed), "--tp-size", str(config.tensor_parallel)]
+    if config.trust_remote_code:
+        command += ["--trust-remote-code"]
+    command += _size_flags(config, device, latent)
+    command += _graph_flags(config, device)
+    if config.capture:
+        command += _capture_flags(config.capture)
+    elif device == "cpu" and latent:
+        command += ["--disable-radix-cache"]
+    if config.draft:
+        command += _draft_flags(config.draft)
+    command += config.extra_args
+    return LaunchPlan(tuple(command), _environment(config, device), device, settings.sglang_api_key)
+
+
+def resolve_device(config: ServerConfig, settings: Settings) -> Literal["cpu", "cuda"]:
+    """The configuration's device, else the settings', else CUDA where a GPU answers."""
+    for wanted in (config.device, settings.sglang_device):
+        if wanted != "auto":
+            return wanted
+    return "cuda" if count_gpus() else "cpu"
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started from here may use, asked of the driver: importing torch takes seconds."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return 0
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if library.nvmlInit_v2() != 0:
+        return 0
+    failed = library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    library.nvmlShutdown()
+    return 0 if failed else count.value
+
+
+def uses_latent_attention(target: Path) -> bool:
+    """Whether the target attends through latents (MLA: the DeepSeek family). False where there is no config to read."""
+    try:
+        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    text = config.get("text_config")
+    return "kv_lora_rank" in config or (isinstance(text, dict) and "kv_lora_rank" in text)
+
+
+def _check_extra_args(extra_args: tuple[str, ...]) -> None:
+    for argument in extra_args:
+        name = argument.partition("=")[0]
+        # SGLang's parser takes an unambiguous beginning for the whole flag.
+        taken = [flag for flag in RESERVED if name.startswith("--") and flag.startswith(name)]
+        if taken:
+            raise LaunchError(
+                f"{name} in extra_args: {', '.join(taken)} is set by us (the address is always {HOST}, a key is given "
+                "as EAGLE3_SGLANG_API_KEY)"
+            )
+
+
+def _check_key(key: SecretStr | None) -> None:
+    # What a bearer token may hold (RFC 6750). A quote would also be written otherwise in SGLang's log, and not be masked.
+    if key is not None and not re.fullmatch(r"[A-Za-z0-9._~+/][A-Za-z0-9._~+/=-]{7,}", key.get_secret_value()):
+        raise LaunchError(
+            "EAGLE3_SGLANG_API_KEY must have 8 or more characters: letters, digits and . _ ~ + / = -, no - or = first"
+        )
+
+
+def _dtype(config: ServerConfig, device: str) -> str:
+    # SGLang's own "auto" serves a float32 checkpoint in float16, and 16-bit products are slow on most processors.
+    return "float32" if config.dtype == "auto" and device == "cpu" else config.dtype
+
+
+def _size_flags(config: ServerConfig, device: str, latent: bool) -> list[str]:
+    on_cpu = device == "cpu"
+    chunk = config.chunked_prefill_size
+    if on_cpu and latent:
+        if chunk not in (None, -1):
+            raise LaunchError(
+                f"chunked_prefill_size is {chunk}, but this target attends through latents (MLA), whose prefill over a "
+                "cached prefix the CPU stand-ins do not cover: leave it unset or set it to -1"
+            )
+        chunk = -1
+    sizes = {
+        "--max-running-requests": config.max_running_requests or (CPU_MAX_REQUESTS if on_cpu else None),
+        "--max-total-tokens": config.max_total_tokens or (CPU_MAX_TOKENS if on_cpu else None),
+        "--mem-fraction-static": config.mem_fraction or (CPU_MEM_FRACTION if on_cpu else None),
+        "--chunked-prefill-size": chunk,
+    }
+    return [part for flag, value in sizes.items() if value is not None for part in (flag, str(value))]
+
+
+def _graph_flags(config: ServerConfig, device: str) -> list[str]:
+    if device == "cuda":
+        return ["--cuda-graph-backend-decode", "disabled"] if config.disable_cuda_graph else []
+    flags = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+    flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+    return [*flags, "--skip-server-warmup"]
+
+
+def _capture_flags(capture: CaptureServing) -> list[str]:
+    ids = capture.ids.ids
+    if capture.ids.engine != "sglang":
+        raise LaunchError(f"the ids are those of {capture.ids.engine}, not SGLang's: convert the capture points first")
+    if not ids or min(ids) < 0:
+        raise LaunchError(
+            f"SGLang's capture mode takes one or more layer ids >= 0, and got {list(ids)}: -1 (the embedding) can only "
+            "be asked for by a drafter's own config. Capture layers, or serve a drafter that names -1."
+        )
+    if len(set(ids)) != len(ids):
+        raise LaunchError(f"layer ids {list(ids)} name a layer twice")
+    # --speculative-algorithm only names the convention of the ids here; no drafter is loaded.
+    flags = ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]
+    # A prefix found in the radix cache would not be computed, and its rows would be missing.
+    return [*flags, "--return-aux-hidden-state-layer-ids", *map(str, ids), "--disable-radix-cache"]
+
+
+def _draft_flags(draft: DraftServing) -> list[str]:
+    flags = ["--speculative-algorithm", draft.algorithm, "--speculative-draft-model-path", str(draft.path)]
+    flags += ["--speculative-num-steps", str(draft.num_steps), "--speculative-eagle-topk", str(draft.top_k)]
+    return [*flags, "--speculative-num-draft-tokens", str(draft.num_draft_tokens)]
+
+
+def _environment(config: ServerConfig, device: str) -> dict[str, str]:
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if config.capture:
+        env[TAP_VARIABLE] = str(config.capture.staging)
+    if device == "cpu":
+        env |= _cpu_environment(config)
+    return env
+
+
+def _cpu_environment(config: ServerConfig) -> dict[str, str]:
+    env = {
+        CPU_VARIABLE: "1",
+        "PYTHONPATH": str(STAND_INS),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # Compiling the first EAGLE request would take 15 s.
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(config.threads),
+        # Several servers may share the cores: waiting threads must not spin.
+        "GOMP_SPINCOUNT": "0",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    if config.tensor_parallel > 1:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = _thread_binding(config.tensor_parallel, config.threads)
+    return env
+
+
+def _thread_binding(ranks: int, threads: int) -> str:
+    """Cores of each tensor-parallel process, as SGLang reads them: "0-1|2-3"."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks * threads:
+        raise LaunchError(
+            f"{ranks} tensor-parallel processes of {threads} threads need {ranks * threads} cores; this process may "
+            f"use {len(cores)}"
+        )
+    groups = [cores[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)

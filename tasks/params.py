@@ -1,0 +1,264 @@
+"""Typed parameters of the flows. The Prefect UI makes its forms from them: titles, units, examples and defaults count.
+
+Light on purpose (no torch, no mlflow): a worker and the UI load a flow in about a second.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eagle3.acceptance.definitions import SpecSettings
+from eagle3.capture import CapturePoint, CaptureSpec
+from eagle3.errors import Eagle3Error
+from eagle3.refs import CheckpointRef, DumpRef
+from eagle3.training.config import TrainingConfig
+
+DEMO_TARGET = "smollm2"
+
+
+class ParamsError(Eagle3Error, ValueError):
+    """A configuration file that cannot be used."""
+
+
+class _Params(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TargetShape(_Params):
+    """What a dry run must know of a target whose files are not on this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Shape, for a plan without the files")
+
+    model_class: str = Field(title="Model class", examples=["KimiK25ForConditionalGeneration"])
+    num_layers: int = Field(gt=0, title="Decoder layers")
+    hidden_size: int = Field(gt=0, title="Hidden size")
+    vocab_size: int = Field(gt=0, title="Vocabulary size")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", title="Type of the states")
+
+
+class TargetParams(_Params):
+    """The model that the drafter drafts for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Target")
+
+    path: str = Field(
+        DEMO_TARGET,
+        title="Folder",
+        description="A Hugging Face folder on the worker, or `smollm2` for the demo's model",
+        examples=["smollm2", "models/kimi-k2.5"],
+    )
+    trust_remote_code: bool = Field(
+        False, title="Trust remote code", description="Lets the target's folder run its own tokenizer code; recorded"
+    )
+    shape: TargetShape | None = Field(None, description="Used by a dry run where the folder is not there")
+
+
+class ServingParams(_Params):
+    """How SGLang serves the target on the worker."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Serving")
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", title="Device")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "float32", title="Type", description="float32 on a CPU: greedy text is identical only there"
+    )
+    tensor_parallel: int = Field(1, ge=1, title="Tensor parallel size", description="GPUs per replica")
+    threads: int = Field(2, ge=1, title="CPU threads", description="Used on a CPU only")
+    streams: int = Field(32, ge=1, title="Streams", description="Requests that run at once")
+    max_total_tokens: int | None = Field(
+        None, ge=1, title="KV cache", description="Tokens; unset: SGLang's own choice (on a CPU: what the streams need)"
+    )
+    chunked_prefill_size: int | None = Field(None, title="Chunked prefill", description="Tokens a chunk; -1: off")
+    disable_decode_graphs: bool = Field(
+        False, title="No decode graphs", description="Needed to capture while answering on a GPU"
+    )
+    extra_args: tuple[str, ...] = Field((), title="More SGLang arguments", examples=[["--mem-fraction-static", "0.8"]])
+
+
+class PromptParams(_Params):
+    """Which prompts are answered, and how they are split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Prompts")
+
+    file: str = Field(
+        "examples/word_problems.jsonl",
+        title="File",
+        description="JSON lines on the worker: `turns` (MT-bench), `messages` (OpenAI) or `prompt`",
+    )
+    num_train: int | None = Field(None, ge=1, title="Training prompts", description="Unset: all that are not held out")
+    num_heldout: int = Field(24, ge=1, title="Held-out prompts", description="For the benchmark; never trained on")
+    seed: int = Field(0, title="Seed of the split", description="Used where the file names no split")
+
+
+class AnswerParams(_Params):
+    """How the target answers, and when its states are captured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Answers")
+
+    max_new_tokens: int = Field(96, ge=2, title="Longest answer", description="Tokens")
+    source: Literal["auto", "while_answering", "answer_then_prefill"] = Field(
+        "auto",
+        title="Capture",
+        description="while_answering needs decode graphs off; auto takes it where the server says so",
+    )
+
+
+class ExtractParams(_Params):
+    """Answers prompts with the target and captures its states into a dump."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Extraction")
+
+    name: str = Field("smollm2-demo", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", title="Name")
+    target: TargetParams = TargetParams()
+    prompts: PromptParams = PromptParams()
+    capture: CaptureSpec = Field(
+        CaptureSpec(aux=(CapturePoint("layers.2"), CapturePoint("layers.15"), CapturePoint("layers.27"))),
+        title="Capture",
+    )
+    answers: AnswerParams = AnswerParams()
+    serving: ServingParams = ServingParams()
+    shard_mib: int = Field(1024, ge=1, title="Shard size", description="MiB")
+
+
+class ValidateParams(_Params):
+    """Checks a dump's claims against its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Validation")
+
+    dump: DumpRef
+    target: TargetParams = TargetParams()
+
+
+class DrafterParams(_Params):
+    """The drafter's own size; the rest follows from the target."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Drafter")
+
+    draft_vocab_size: int = Field(4096, ge=16, title="Draft vocabulary", description="Tokens it can propose")
+    intermediate_size: int | None = Field(None, ge=8, title="MLP width", description="Unset: the target's")
+    num_kv_heads: int | None = Field(None, ge=1, title="Key/value heads", description="Unset: the target's")
+    head_dim: int | None = Field(None, ge=8, title="Head size", description="Unset: the target's")
+
+    def overrides(self) -> dict[str, int]:
+        """What differs from the target's own geometry."""
+        return self.model_dump(exclude_none=True, exclude={"draft_vocab_size"})
+
+
+class TrainParams(_Params):
+    """Trains an EAGLE-3 drafter on a dump whose report passed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Training")
+
+    name: str = Field("smollm2-demo", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", title="Name")
+    dump: DumpRef
+    target: TargetParams = TargetParams()
+    drafter: DrafterParams = DrafterParams()
+    training: TrainingConfig = TrainingConfig()
+    heldout_samples: int = Field(
+        8, ge=0, title="Samples of the simulation", description="Taken out of the dump; at most a fifth of it"
+    )
+    threads: int = Field(2, ge=1, title="CPU threads", description="Used on a CPU only")
+    engine_version: str = Field("0.5.23", title="SGLang version", description="Whose convention the layer ids follow")
+
+
+class MismatchParams(_Params):
+    """Serves the same weights with other layers, to show what a wrong list costs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Deliberate mismatch")
+
+    points: tuple[CapturePoint, ...] = Field(
+        (CapturePoint("embed"), CapturePoint("layers.2"), CapturePoint("layers.15")), title="Wrong layers"
+    )
+    num_prompts: int = Field(8, ge=1, title="Prompts")
+
+
+class BenchmarkParams(_Params):
+    """Serves held-out prompts without and with the drafter, and compares."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Benchmark")
+
+    checkpoint: CheckpointRef
+    model_id: str | None = Field(
+        None, title="MLflow model", description="Logged model of the drafter; unset: found by the contract's digest"
+    )
+    target: TargetParams = TargetParams()
+    prompts: PromptParams = PromptParams()
+    answers: AnswerParams = AnswerParams()
+    serving: ServingParams = ServingParams()
+    spec: SpecSettings = SpecSettings.chain(3)
+    mismatch: MismatchParams | None = Field(MismatchParams(), description="Unset: not served")
+    also: tuple[str, ...] = Field((), title="More prompt files", description="Reported beside the held-out prompts")
+    also_prompts: int = Field(24, ge=1, title="Prompts of each further file")
+
+
+class RegisterParams(_Params):
+    """What happens to the drafter in the registry."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Registration")
+
+    model_name: str = Field(
+        "eagle3-smollm2", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$", title="Registered model", description="In MLflow"
+    )
+    alias: str = Field("champion", pattern=r"^[a-z][a-z0-9_-]{0,49}$", title="Alias")
+
+
+class PipelineParams(_Params):
+    """From prompts to a registered drafter."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Pipeline")
+
+    name: str = Field("smollm2-demo", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", title="Name")
+    target: TargetParams = TargetParams()
+    prompts: PromptParams = PromptParams()
+    capture: CaptureSpec = ExtractParams.model_fields["capture"].default
+    answers: AnswerParams = AnswerParams()
+    serving: ServingParams = ServingParams()
+    drafter: DrafterParams = DrafterParams()
+    training: TrainingConfig = TrainingConfig()
+    spec: SpecSettings = SpecSettings.chain(3)
+    mismatch: MismatchParams | None = MismatchParams()
+    also: tuple[str, ...] = Field((), title="More prompt files", description="Reported beside the held-out prompts")
+    engine_version: str = Field("0.5.23", title="SGLang version", description="The one on the worker")
+    register_as: RegisterParams = RegisterParams()
+
+    @model_validator(mode="after")
+    def _mismatch_differs(self) -> Self:
+        if self.mismatch and self.mismatch.points == self.capture.aux:
+            raise ParamsError(f"the mismatch serves {', '.join(self.capture.aux)}, which are the right layers")
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a YAML file; every key that is not a parameter is an error."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParamsError(f"cannot read the configuration {path}: {error}") from None
+        try:
+            data = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ParamsError(f"{path} is not YAML: {error}") from None
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors(include_url=False)]
+            raise ParamsError(f"{path} does not fit the pipeline's parameters:\n" + "\n".join(lines)) from None
+
+    def extraction(self) -> ExtractParams:
+        shared = {"name", "target", "prompts", "capture", "answers", "serving"}
+        return ExtractParams(**{field: getattr(self, field) for field in shared})
+
+    def validation(self, dump: DumpRef) -> ValidateParams:
+        return ValidateParams(dump=dump, target=self.target)
+
+    def train(self, dump: DumpRef) -> TrainParams:
+        shared = {"name", "target", "drafter", "training", "engine_version"}
+        return TrainParams(dump=dump, threads=self.serving.threads, **{field: getattr(self, field) for field in shared})
+
+    def benchmark(self, checkpoint: CheckpointRef, model_id: str) -> BenchmarkParams:
+        shared = {"target", "prompts", "answers", "serving", "spec", "mismatch", "also"}
+        return BenchmarkParams(
+            checkpoint=checkpoint, model_id=model_id, **{field: getattr(self, field) for field in shared}
+        )

@@ -1,0 +1,227 @@
+"""Training: a dump whose report passed -> a checkpoint with its contract in the store."""
+
+import shutil
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from eagle3.conventions import ids_of
+from eagle3.errors import Eagle3Error
+from eagle3.refs import CheckpointRef, DumpRef
+from infra.settings import Settings
+from infra.store import StoreError, open_store
+from tasks.artifacts import fetch_dump, publish_checkpoint
+from tasks.params import TrainParams
+from tasks.progress import StageProgress
+from tasks.provenance import link_mlflow_run, prefect_run_url
+from tasks.targets import open_target
+from tasks.validation import report_key
+
+if TYPE_CHECKING:
+    from eagle3.contract import DrafterContract
+    from eagle3.dump.manifest import Manifest
+    from eagle3.dump.reader import DumpReader
+    from eagle3.evidence.report import EvidenceReport
+    from eagle3.target import Target
+    from eagle3.training.loop import StepRecord
+    from eagle3.training.samples import TargetParts, TrainingSample
+    from infra.lineage import TrainingRecord
+
+_MAX_REPORT_BYTES = 16 * 2**20
+
+
+class NoReport(Eagle3Error):
+    """A dump that nobody validated, or that failed."""
+
+
+class WrongTarget(Eagle3Error):
+    """A dump of another target than the one that is trained for."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A published checkpoint and how it came about."""
+
+    ref: CheckpointRef
+    contract: "DrafterContract"
+    manifest: "Manifest"
+    folder: Path
+    simulated_length: float
+    steps: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def require_report(dump: DumpRef, settings: Settings) -> "EvidenceReport":
+    """The dump's passing report; NoReport where there is none, or where it failed."""
+    from eagle3.evidence.report import EvidenceReport
+
+    try:
+        data = open_store(settings.store, settings).get_bytes(report_key(dump.sha256), max_bytes=_MAX_REPORT_BYTES)
+    except StoreError as error:
+        raise NoReport(
+            f"the dump {dump.uri} has no evidence report ({error}). Run the validate flow on it first; training on "
+            "an unproven dump is refused."
+        ) from None
+    report = EvidenceReport.model_validate_json(data)
+    if report.dump_sha256 != dump.sha256 or report.verdict == "fail":
+        failed = ", ".join(check.name for check in report.failed()) or "it is another dump's report"
+        raise NoReport(f"the dump {dump.uri} did not pass its checks ({failed}); training on it is refused")
+    return report
+
+
+@task(name="train drafter", cache_policy=NO_CACHE)
+def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Settings) -> Trained:
+    """Train, save, upload."""
+    import torch
+
+    from eagle3.drafter.checkpoint import contract_for, save_checkpoint
+    from eagle3.drafter.config import DrafterConfig
+    from eagle3.drafter.vocab import VocabMap, count_tokens
+    from eagle3.dump.reader import DumpReader
+    from eagle3.training.loop import Progress, train
+
+    torch.set_num_threads(params.threads)
+    reader = DumpReader.open(fetch_dump(params.dump, settings), expect_sha256=params.dump.sha256)
+    manifest = reader.manifest
+    target = open_target(params.target, settings)
+    if target.identity() != manifest.target:
+        raise WrongTarget(
+            f"the dump was captured from {manifest.target.name} (weights {manifest.target.weights_sha256[:16]}), the "
+            f"target here is {target.identity().name} (weights {target.identity().weights_sha256[:16]})"
+        )
+    engine_ids = ids_of(
+        manifest.spec.aux,
+        engine="sglang",
+        version=params.engine_version,
+        model_class=target.model_class,
+        num_layers=target.num_layers,
+    )
+    samples, heldout = _split(reader, params.heldout_samples)
+    vocab = VocabMap.most_frequent(
+        count_tokens(((s.input_ids, s.loss_mask) for s in samples), target.vocab_size),
+        min(params.drafter.draft_vocab_size, target.vocab_size),
+    )
+    config = DrafterConfig.like_target(
+        target.text_config, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()
+    )
+    with StageProgress("train", "percent") as progress:
+        progress.begin("preparing", total=100)
+
+        def show(now: Progress) -> None:
+            at = {"prepare": 0.0, "train": 5.0, "evaluate": 95.0}[now.stage]
+            width = {"prepare": 5.0, "train": 90.0, "evaluate": 5.0}[now.stage]
+            loss = f"step {now.step}, loss {now.loss:.3f}" if now.loss is not None else now.stage
+            progress.at(at + width * now.fraction, loss, now.seconds_left if now.stage == "train" else None)
+
+        result = train(
+            samples,
+            heldout,
+            target_parts(target),
+            config,
+            vocab,
+            params.training,
+            show,
+            final=manifest.spec.final,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
+    contract = contract_for(
+        result.drafter,
+        vocab,
+        capture=manifest.spec,
+        target=manifest.target,
+        tokenizer=manifest.tokenizer,
+        dump=params.dump,
+        report_sha256=report.digest(),
+    )
+    folder = settings.root / "cache" / "drafters" / contract.digest()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(folder, result.drafter, vocab, contract, engine_ids)
+    uri = f"{settings.store}/drafters/{params.name}/{datetime.now(UTC):%Y%m%d-%H%M%S}-{contract.digest()[:8]}"
+    coverage = vocab.coverage(count_tokens(((s.input_ids, s.loss_mask) for s in heldout), target.vocab_size))
+    return Trained(
+        ref=publish_checkpoint(folder, uri, contract, settings),
+        contract=contract,
+        manifest=manifest,
+        folder=folder,
+        simulated_length=result.acceptance.length if result.acceptance else 0.0,
+        steps=int(result.metrics["steps"]),
+        metrics={**result.metrics, "heldout_vocab_coverage": coverage},
+        history=[_figures(record) for record in result.history],
+    )
+
+
+def target_parts(target: "Target") -> "TargetParts":
+    """What the trainer needs of the target, read selectively."""
+    from eagle3.training.samples import TargetParts
+
+    return TargetParts(
+        embedding=target.embedding(),
+        head=target.head(),
+        final_norm=target.final_norm(),
+        rms_norm_eps=target.rms_norm_eps,
+        num_layers=target.num_layers,
+        last_layer=target.last_layer() or None,
+    )
+
+
+def _split(reader: "DumpReader", num_heldout: int) -> "tuple[list[TrainingSample], list[TrainingSample]]":
+    """Training samples, and a few that only the simulation sees: evenly spread over the dump."""
+    samples = [_training_sample(reader, index) for index in range(len(reader))]
+    num_heldout = min(num_heldout, len(samples) // 5)
+    chosen = {round(i * len(samples) / num_heldout) for i in range(num_heldout)} if num_heldout else set()
+    heldout = [sample for index, sample in enumerate(samples) if index in chosen]
+    return [sample for index, sample in enumerate(samples) if index not in chosen], heldout
+
+
+def _training_sample(reader: "DumpReader", index: int) -> "TrainingSample":
+    import torch
+
+    from eagle3.training.samples import TrainingSample
+
+    sample, spec = reader.read(index), reader.manifest.spec
+    return TrainingSample(
+        id=sample.id,
+        input_ids=sample.full_ids(),
+        aux=torch.cat([sample.states[point] for point in spec.aux], dim=-1),
+        final=sample.states[spec.final],
+        loss_mask=torch.cat([sample.loss_mask, torch.ones(1, dtype=torch.bool)]),  # the last token ends the answer
+    )
+
+
+def _figures(record: "StepRecord") -> dict[str, float]:
+    figures: dict[str, float] = {
+        "step": record.step,
+        "loss": record.loss,
+        "learning_rate": record.learning_rate,
+        "gradient_norm": record.gradient_norm,
+    }
+    for k, step in enumerate(record.steps, start=1):
+        figures |= {f"loss_step{k}": step.loss, f"top1_step{k}": step.top1, f"acceptance_step{k}": step.acceptance}
+    return figures
+
+
+@task(name="record training", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
+def record_training(params: TrainParams, trained: Trained, settings: Settings) -> "TrainingRecord":
+    """The training run and its drafter in MLflow; a link on the run's page."""
+    from infra.lineage import Lineage
+
+    lineage = Lineage(settings.mlflow_uri())
+    record = lineage.record_training(
+        params.dump,
+        trained.manifest,
+        trained.contract,
+        trained.ref,
+        trained.folder,
+        params={**params.training.model_dump(mode="json"), **params.drafter.model_dump(mode="json")},
+        history=trained.history,
+        metrics=trained.metrics,
+        prefect_url=prefect_run_url(),
+    )
+    link_mlflow_run(lineage, record.run_id, "training")
+    return record

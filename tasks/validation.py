@@ -1,0 +1,88 @@
+"""Validation: the checks on a dump, their report where people look, and the refusal of a dump that failed."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from eagle3.errors import Eagle3Error
+from eagle3.refs import DumpRef
+from infra.settings import Settings
+from infra.store import open_store
+from tasks.artifacts import fetch_dump
+from tasks.params import ValidateParams
+from tasks.progress import StageProgress
+from tasks.provenance import link_mlflow_run, prefect_run_url
+from tasks.targets import open_target
+
+if TYPE_CHECKING:
+    from eagle3.evidence.report import EvidenceReport
+
+
+class DumpRejected(Eagle3Error):
+    """A dump whose evidence contradicts its claims."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A dump and what its tensors said."""
+
+    ref: DumpRef
+    report: "EvidenceReport"
+
+
+def report_key(dump_sha256: str) -> str:
+    """Where the report of a dump lies in the store: addressed by the manifest's digest."""
+    return f"reports/{dump_sha256}.json"
+
+
+@task(name="examine dump", cache_policy=NO_CACHE)
+def examine_dump(params: ValidateParams, settings: Settings) -> Examined:
+    """Every check on the dump; the report is kept in the store whether it passed or not."""
+    from eagle3.dump.reader import DumpReader
+    from eagle3.evidence.alignment import FinalStateParts
+    from eagle3.evidence.validate import validate_dump
+
+    reader = DumpReader.open(fetch_dump(params.dump, settings), expect_sha256=params.dump.sha256)
+    with StageProgress("validate", "samples") as progress:
+        progress.begin("checking", total=len(reader))
+        target = open_target(params.target, settings)
+        parts = FinalStateParts(
+            head=target.head(),
+            final_norm=target.final_norm(),
+            rms_norm_eps=target.rms_norm_eps,
+            embedding=target.embedding(),
+        )
+        report = validate_dump(reader, parts, on_progress=lambda done, _total: progress.at(done))
+    store = open_store(settings.store, settings)
+    store.put_bytes(report_key(params.dump.sha256), report.model_dump_json(indent=1).encode())
+    return Examined(params.dump, report)
+
+
+@task(name="publish report", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
+def publish_report(examined: Examined, settings: Settings) -> str:
+    """The report on the run's page, and with its picture in MLflow."""
+    from eagle3.evidence.plots import evidence_png
+    from infra.lineage import Lineage
+
+    create_markdown_artifact(markdown=examined.report.markdown(), key="validation-report", description="Evidence")
+    lineage = Lineage(settings.mlflow_uri())
+    with tempfile.TemporaryDirectory() as folder:
+        picture = Path(folder) / "evidence.png"
+        picture.write_bytes(evidence_png(examined.report))
+        run_id = lineage.record_validation(
+            examined.ref, examined.report, plots=[picture], prefect_url=prefect_run_url()
+        )
+    link_mlflow_run(lineage, run_id, "validation")
+    return run_id
+
+
+def refuse_failed(examined: Examined) -> None:
+    """Raise DumpRejected with the sentence of every failed check."""
+    if examined.report.verdict == "fail":
+        sentences = "\n".join(f"- {check.name}: {check.sentence}" for check in examined.report.failed())
+        raise DumpRejected(f"the dump {examined.ref.uri} is refused, its tensors contradict its claims:\n{sentences}")

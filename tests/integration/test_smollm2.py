@@ -1,0 +1,87 @@
+"""The demo's model, made from the installed package: a real language model that answers sensibly."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3.capture import CapturePoint
+from eagle3.target import Target
+from infra.smollm2 import FOLDER_NAME, STAMP_NAME, ensure_smollm2
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    leftover = home / "models" / f".{FOLDER_NAME}-part-killed"
+    leftover.mkdir(parents=True)
+    sentences: list[str] = []
+    folder = ensure_smollm2(home, sentences.append)
+    assert sentences[-1].startswith("SmolLM2-135M-Instruct is ready: 273 MB in ")
+    assert folder == home / "models" / FOLDER_NAME
+    assert sorted(p.name for p in folder.parent.iterdir()) == [f".{FOLDER_NAME}.lock", FOLDER_NAME]
+    return folder
+
+
+def test_the_folder_is_an_ordinary_target(made: Path) -> None:
+    target = Target.open(made)
+    assert (target.model_class, target.num_layers, target.hidden_size) == ("LlamaForCausalLM", 30, 576)
+    assert (target.vocab_size, target.num_attention_heads, target.num_key_value_heads) == (49152, 9, 3)
+    assert (target.rope_theta, target.rms_norm_eps, target.context_length) == (100000.0, 1e-5, 8192)
+    assert (target.dtype, target.tied_head) == ("bfloat16", True)
+    assert target.head().equal(target.embedding())
+    assert len(target.last_layer()) == 9
+    assert not any("gguf" in key or "quant" in key for key in target.config)
+    assert json.loads((made / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_its_greedy_answers_are_sensible(made: Path) -> None:
+    target = Target.open(made)
+    model, tokenizer = target.load_model(torch.float32), target.tokenizer()
+
+    def answer(question: str) -> str:
+        chat = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        out = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)
+        assert out[0, -1] == tokenizer.eos_token_id, "it must know when to stop"
+        return tokenizer.decode(out[0, len(ids) : -1])
+
+    assert answer("What is the capital of France?") == "The capital of France is Paris."
+    assert "3 + 4 = 7" in answer("Tom has 3 apples and buys 4 more. How many apples does Tom have?")
+
+    states = target.hidden_states(model, tokenizer("The capital of France").input_ids)
+    assert len(states) == 32
+    assert states[CapturePoint("norm")].isfinite().all()
+
+
+def test_its_tokenizer_splits_digits_one_by_one(made: Path) -> None:
+    tokenizer = Target.open(made).tokenizer()
+    assert tokenizer.convert_ids_to_tokens(tokenizer("x =  1234").input_ids) == ["x", "Ġ=", "ĠĠ", "1", "2", "3", "4"]
+    assert tokenizer.model_max_length == 8192
+
+
+def test_a_later_call_returns_at_once(made: Path) -> None:
+    told: list[str] = []
+    started = time.monotonic()
+    assert ensure_smollm2(made.parents[1], told.append) == made
+    assert time.monotonic() - started < 1
+    assert told == []
+
+
+def test_a_damaged_folder_is_made_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversion itself ran above; here its result is put back, to see that the damaged folder is replaced."""
+    spare = made.parents[1] / "spare"
+    shutil.copytree(made, spare, ignore=shutil.ignore_patterns(STAMP_NAME))
+    monkeypatch.setattr(
+        "infra.smollm2._convert", lambda _gguf, out, _tell: shutil.copytree(spare, out, dirs_exist_ok=True)
+    )
+    with (made / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert ensure_smollm2(made.parents[1]) == made
+    assert Target.open(made).final_norm().shape == (576,)
+    shutil.rmtree(spare)

@@ -1,0 +1,127 @@
+"""The drafter's shape and the config.json that SGLang loads."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from transformers import LlamaConfig
+
+from eagle3.contract import NormFlags
+from eagle3.conventions import EngineIds
+from eagle3.drafter.config import DrafterConfig, DrafterConfigError
+from tests.drafters import ENGINE_IDS, make_config
+
+pytestmark = pytest.mark.unit
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+}
+
+
+def export(config: DrafterConfig) -> dict[str, Any]:
+    return config.to_engine_config(ENGINE_IDS, contract_sha256="f" * 64, dtype="float32")
+
+
+def test_a_drafter_takes_the_targets_geometry() -> None:
+    config = DrafterConfig.like_target(SMOLLM2, num_slots=3, draft_vocab_size=4096)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (576, 9, 3, 64)
+    assert (config.rope_theta, config.target_vocab_size, config.max_positions) == (100000.0, 49152, 8192)
+
+
+def test_overrides_serve_targets_of_another_build() -> None:
+    kimi = {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64, "vocab_size": 163840}
+    config = DrafterConfig.like_target(kimi, num_slots=3, draft_vocab_size=32000, num_kv_heads=8, head_dim=128)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (64, 8, 128)
+
+
+def test_a_target_without_a_needed_key_is_named() -> None:
+    with pytest.raises(DrafterConfigError, match="intermediate_size"):
+        DrafterConfig.like_target(
+            {k: v for k, v in SMOLLM2.items() if k != "intermediate_size"}, num_slots=3, draft_vocab_size=8
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_slots": 1}, "skip fc silently"),
+        ({"target_hidden_size": 64}, "both widths must be equal"),
+        ({"num_kv_heads": 3}, "evenly"),
+        ({"head_dim": 15}, "odd"),
+        ({"draft_vocab_size": 65}, "larger than the target's 64"),
+        ({"hidden_size": 10**9}, "less than or equal to 65536"),
+    ],
+)
+def test_an_impossible_shape_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        make_config(**change)
+
+
+def test_the_config_leads_back_to_the_shape() -> None:
+    config = make_config(norm=NormFlags(norm_before_fc=True, fc_norm=True, norm_output=True), rope_theta=5e5)
+    assert DrafterConfig.from_engine_config(export(config), where="config.json") == (config, ENGINE_IDS, "f" * 64)
+
+
+def test_transformers_reads_the_config_as_sglang_does() -> None:
+    """SGLang's model takes a transformers LlamaConfig; llama_eagle3.py and llama.py read these attributes."""
+    parsed = LlamaConfig.from_dict(export(make_config(rope_theta=5e5)))
+    assert parsed.rope_parameters["rope_theta"] == 5e5
+    assert (parsed.num_attention_heads, parsed.num_key_value_heads, parsed.head_dim) == (4, 2, 16)
+    assert (parsed.hidden_size, parsed.target_hidden_size, parsed.intermediate_size) == (32, 32, 48)
+    assert (parsed.vocab_size, parsed.draft_vocab_size, parsed.num_hidden_layers) == (64, 48, 1)
+    assert parsed.tie_word_embeddings is False
+    assert parsed.hidden_act == "silu"
+    assert parsed.model_type == "llama"
+    assert parsed.eagle_config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert parsed.eagle_config["use_aux_hidden_state"] is True
+    assert not hasattr(parsed, "eagle_aux_hidden_state_layer_ids"), "vLLM's key speaks another convention"
+
+
+def test_ids_of_another_number_than_slots_are_refused() -> None:
+    ids = EngineIds(engine="sglang", version="0.5.23", model_class="LlamaForCausalLM", ids=(1, 3))
+    with pytest.raises(DrafterConfigError, match=r"2 layer ids .* 3 slots"):
+        make_config().to_engine_config(ids, contract_sha256="f" * 64, dtype="float32")
+
+
+def test_a_norm_flag_that_sglang_does_not_know_is_not_exported() -> None:
+    with pytest.raises(DrafterConfigError, match="norm_before_residual"):
+        export(make_config(norm=NormFlags(norm_before_residual=True)))
+
+
+def test_ids_that_were_edited_by_hand_are_found() -> None:
+    config = export(make_config())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [-1, 1, 3]
+    with pytest.raises(DrafterConfigError, match=r"would capture \[-1, 1, 3\].*\[1, 3, 5\]"):
+        DrafterConfig.from_engine_config(config, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("architectures", ["LlamaForCausalLM"], "expected \\['LlamaForCausalLMEagle3'\\]"),
+        ("eagle_config", None, "fall back to its default layers"),
+        ("eagle_config", {"use_aux_hidden_state": True}, "fall back to its default layers"),
+        ("eagle3_engine_ids", [1, 3, 5], "eagle3_engine_ids"),
+        ("hidden_size", "wide", "hidden_size"),
+        ("head_dim", 0, "head_dim"),
+    ],
+)
+def test_a_damaged_config_is_named(key: str, value: object, message: str) -> None:
+    with pytest.raises(DrafterConfigError, match=f"config.json.*{message}"):
+        DrafterConfig.from_engine_config({**export(make_config()), key: value}, where="config.json")
+
+
+@pytest.mark.parametrize("key", ["head_dim", "rope_theta", "eagle3_engine_ids", "eagle3_contract_sha256"])
+def test_a_config_without_a_key_is_named(key: str) -> None:
+    config = export(make_config())
+    del config[key]
+    with pytest.raises(DrafterConfigError, match=f"'{key}' is missing"):
+        DrafterConfig.from_engine_config(config, where="config.json")
