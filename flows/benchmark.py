@@ -13,6 +13,7 @@ from tasks.results import BenchmarkResult
 
 @flow(
     name="benchmark",
+    flow_run_name="benchmark-{params.checkpoint.sha256:.8}",
     description="Serves held-out prompts without and with the drafter: acceptance by position, text identity, speed.",
     on_failure=[say_what_next],
     on_crashed=[say_what_next],

@@ -13,6 +13,7 @@ from tasks.validation import examine_dump, publish_report, refuse_failed
 
 @flow(
     name="validate",
+    flow_run_name="validate-{params.dump.sha256:.8}",
     description="Checks what a dump says of itself against its tensors; a failed check stops the pipeline.",
     on_failure=[say_what_next],
     on_crashed=[say_what_next],

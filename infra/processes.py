@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 # Not EAGLE3_*: our settings are taken out of the environment of servers that must not see them.
 MARK = "PART_OF_EAGLE3_STACK"
 _SAME_START_S = 2.0  # the start time is computed from the clock, which may be set
+_MARK_WAIT_S = 1.0
 _KILL_WAIT_S = 10.0
 _KEPT_LOG_LINES = 20
 _TAIL_BYTES = 2**16
@@ -54,10 +55,13 @@ def start(command: list[str], *, mark: str, environment: dict[str, str], folder:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        started = psutil.Process(process.pid).create_time()
-    except psutil.NoSuchProcess:
-        started = time.time()
+    started = time.time()
+    with suppress(psutil.Error, OSError):  # it may have ended already, which `find` will tell
+        child = psutil.Process(process.pid)
+        started = child.create_time()
+        deadline = time.monotonic() + _MARK_WAIT_S
+        while not child.environ() and time.monotonic() < deadline:
+            time.sleep(0.001)  # the kernel shows the environment, and so the mark, a moment after the start
     # It is meant to run on when this object goes; psutil collects its exit status when it is ended.
     process.returncode = 0
     return ProcessRecord(pid=process.pid, started=started)
@@ -71,7 +75,7 @@ def find(record: ProcessRecord | None, mark: str) -> psutil.Process | None:
         process = psutil.Process(record.pid)
         same_start = abs(process.create_time() - record.started) < _SAME_START_S
         environment = process.environ()
-        same_mark = not environment or environment.get(MARK) == mark  # it is empty for a moment while a process starts
+        same_mark = not environment or environment.get(MARK) == mark  # one that sets its own title wipes it
         if same_start and same_mark and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.contract import CONTRACT_NAME, DrafterContract
-from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, FileEntry, Manifest
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
@@ -108,5 +108,5 @@ def verify_dump(uri: str, settings: Settings) -> "EvidenceReport":
             return verify_integrity(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    except StoreError as error:
+    except (StoreError, DumpError) as error:
         raise CannotCheck(str(error)) from None

@@ -48,7 +48,7 @@ class DumpFiles:
 
 
 class DumpWriter:
-    """Packs samples into shards of about `shard_bytes`; holds one shard in memory, never the dump.
+    """Packs samples into shards of about `shard_bytes`; holds at most two shards in memory, never the dump.
 
     A shard is a safetensors file: a tensor per capture point named by it [tokens, H], `input_ids` [tokens] int64,
     `loss_mask` [tokens] bool (True where the row's token belongs to the answer) and `cu_seqlens` [samples + 1] int64.

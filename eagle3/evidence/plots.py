@@ -39,7 +39,7 @@ def _draw_norms(axes: Axes, report: EvidenceReport) -> None:
         axis_set(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers, few enough to read
     for place, s in enumerate(report.statistics):
         colour = _COLOURS[_worst(check.verdict for check in report.checks if s.point in check.points)]
-        if s.mean_norm is None or not s.max_norm:
+        if s.mean_norm is None or s.median_norm is None or not s.max_norm:
             axes.annotate(
                 "no finite row" if s.mean_norm is None else "all zero",
                 (place, 0.5),
@@ -53,7 +53,7 @@ def _draw_norms(axes: Axes, report: EvidenceReport) -> None:
         axes.plot(place, s.mean_norm, "x", color=_GREY, markersize=6)  # far off where a few rows are huge
         axes.annotate(
             f"{s.median_norm:.3g}",
-            (place, s.median_norm or 0.0),
+            (place, s.median_norm),
             xytext=(9, 0),
             textcoords="offset points",
             va="center",

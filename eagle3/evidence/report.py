@@ -94,7 +94,7 @@ class EvidenceReport(_Model):
             return f"Do not train on this dump: {len(self.failed())} of {len(self.checks)} checks failed ({names})."
         if warned:
             return f"No check failed, but look at {', '.join(warned)} before you train on this dump."
-        return f"All {len(self.checks)} checks passed."
+        return f"All {len(self.checks)} checks passed." if len(self.checks) > 1 else "The check passed."
 
     def markdown(self) -> str:
         """The report for a person: verdict, what failed and what to do, every check, the norms."""

@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from eagle3.conventions.sglang import NEWEST, OLDEST
 from infra.settings import Settings
-from infra.sglang.launch import ServerConfig, count_gpus, resolve_device
+from infra.sglang.launch import count_gpus, resolve_device
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGINS = ("eagle3_tap", "eagle3_cpu")
@@ -45,7 +45,7 @@ class DoctorItem:
 
 def check_sglang(settings: Settings) -> list[DoctorItem]:
     """Device, interpreter, SGLang's version, plugins and stand-ins of the SGLang that would be started; about 1 s."""
-    device = resolve_device(ServerConfig.model_construct(device="auto"), settings)
+    device = resolve_device("auto", settings)
     gpus = count_gpus()
     items = [_device_item(device, gpus)]
     python = str(settings.sglang_python or sys.executable)

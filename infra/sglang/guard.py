@@ -1,4 +1,4 @@
-"""Runs a server as a child and leaves nothing of it behind: `python guard.py GRACE COMMAND...`. Standard library only.
+"""Runs a server as a child and leaves nothing of it: `python -I guard.py GRACE COMMAND...`. Standard library only.
 
 The guard's standard input is a pipe whose other end its starter holds. When the pipe closes, because the starter asked
 for it or died in whatever way (kill -9 included), the guard ends the server's whole process group: SIGTERM to the

@@ -101,7 +101,7 @@ def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPl
         raise LaunchError("a server either captures or drafts: SGLang loads no drafter in capture mode")
     _check_extra_args(config.extra_args)
     _check_key(settings.sglang_api_key)
-    device = resolve_device(config, settings)
+    device = resolve_device(config.device, settings)
     latent = uses_latent_attention(config.target)
     python = str(settings.sglang_python or sys.executable)
     command = [python, "-m", "sglang.launch_server", "--model-path", str(config.target)]
@@ -121,9 +121,9 @@ def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPl
     return LaunchPlan(tuple(command), _environment(config, device), device, settings.sglang_api_key)
 
 
-def resolve_device(config: ServerConfig, settings: Settings) -> Literal["cpu", "cuda"]:
-    """The configuration's device, else the settings', else CUDA where a GPU answers."""
-    for wanted in (config.device, settings.sglang_device):
+def resolve_device(device: Literal["auto", "cpu", "cuda"], settings: Settings) -> Literal["cpu", "cuda"]:
+    """This device, else the settings', else CUDA where a GPU answers."""
+    for wanted in (device, settings.sglang_device):
         if wanted != "auto":
             return wanted
     return "cuda" if count_gpus() else "cpu"
@@ -171,7 +171,7 @@ def _check_extra_args(extra_args: tuple[str, ...]) -> None:
 
 
 def _check_key(key: SecretStr | None) -> None:
-    # What a bearer token may hold (RFC 6750). A quote would also be written otherwise in SGLang's log, and not be masked.
+    # What a bearer token may hold (RFC 6750). A quote would be written otherwise in SGLang's log, and not be masked.
     if key is not None and not re.fullmatch(r"[A-Za-z0-9._~+/][A-Za-z0-9._~+/=-]{7,}", key.get_secret_value()):
         raise LaunchError(
             "EAGLE3_SGLANG_API_KEY must have 8 or more characters: letters, digits and . _ ~ + / = -, no - or = first"
@@ -207,7 +207,8 @@ def _graph_flags(config: ServerConfig, device: str) -> list[str]:
         return ["--cuda-graph-backend-decode", "disabled"] if config.disable_cuda_graph else []
     flags = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
     flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-    return [*flags, "--skip-server-warmup"]
+    # Without it the scheduler polls: an idle server would keep a core busy.
+    return [*flags, "--skip-server-warmup", "--sleep-on-idle"]
 
 
 def _capture_flags(capture: CaptureServing) -> list[str]:

@@ -126,7 +126,7 @@ class _Process:
         log = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         try:
             self._guard = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("guard.py")), str(GRACE), *command],
+                [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(GRACE), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if plan.api_key else log,
                 stderr=subprocess.STDOUT,
@@ -249,8 +249,8 @@ def _copy_masked(source: IO[bytes], log: int, secret: bytes) -> None:
 def _check_port(port: int) -> int:
     if not is_free(port):
         raise LaunchError(
-            f"port {port} of {HOST} is in use or not allowed: end what listens there, or give no port and a free one is "
-            "taken"
+            f"port {port} of {HOST} is in use or not allowed: end what listens there, or name no port, and a free one "
+            "is taken"
         )
     return port
 

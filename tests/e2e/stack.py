@@ -63,5 +63,7 @@ def tiny_pipeline(target: Path, prompts: Path, **changes: Any) -> Mapping[str, A
 
 def write_prompts(path: Path, num: int) -> Path:
     """Short prompts, no two alike."""
-    path.write_text("".join(json.dumps({"prompt": f"Tom has {n} apples and buys {n + 3} more."}) + "\n" for n in range(num)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Tom has {n} apples and buys {n + 3} more."}) + "\n" for n in range(num))
+    )
     return path

@@ -75,9 +75,7 @@ def test_bad_prompts_end_the_run_with_file_and_line(
     assert sentence in done.stderr
 
 
-def test_an_unknown_target_ends_the_run_with_its_path(
-    command: Command, config: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_target_ends_the_run_with_its_path(command: Command, config: Path, tmp_path: Path) -> None:
     other = {**yaml.safe_load(config.read_text()), "target": {"path": str(tmp_path / "no-such-target")}}
     path = tmp_path / "other.yaml"
     path.write_text(yaml.safe_dump(other))

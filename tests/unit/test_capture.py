@@ -36,7 +36,11 @@ def test_the_order_of_the_slots_is_part_of_the_digest() -> None:
 
 @pytest.mark.parametrize(
     ("aux", "message"),
-    [([], "needs at least one point"), (["layers.2", "layers.2"], "captured twice: layers.2"), (["norm"], "captured twice")],
+    [
+        ([], "needs at least one point"),
+        (["layers.2", "layers.2"], "captured twice: layers.2"),
+        (["norm"], "captured twice"),
+    ],
 )
 def test_a_spec_that_cannot_be_captured_is_refused(aux: list[str], message: str) -> None:
     with pytest.raises(ValidationError, match=message):

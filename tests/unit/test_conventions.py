@@ -60,7 +60,9 @@ def test_every_triple_of_a_small_target_leads_back_or_is_refused() -> None:
             wanted = tuple(CapturePoint.at_boundary(x) for x in (a, b))
             for model_class in (LLAMA, KIMI, OSS):
                 try:
-                    ids = ids_of(wanted, engine="sglang", version="0.5.23", model_class=model_class, num_layers=num_layers)
+                    ids = ids_of(
+                        wanted, engine="sglang", version="0.5.23", model_class=model_class, num_layers=num_layers
+                    )
                 except ConventionError:
                     refused.append((model_class, a, b))
                     continue
@@ -72,9 +74,7 @@ def test_every_triple_of_a_small_target_leads_back_or_is_refused() -> None:
 
 def test_an_order_that_the_engine_does_not_deliver_is_refused() -> None:
     with pytest.raises(ConventionError, match="in the order of the layers"):
-        ids_of(
-            _points("layers.15", "layers.2"), engine="sglang", version="0.5.23", model_class=LLAMA, num_layers=30
-        )
+        ids_of(_points("layers.15", "layers.2"), engine="sglang", version="0.5.23", model_class=LLAMA, num_layers=30)
 
 
 def test_the_final_norm_is_no_slot() -> None:

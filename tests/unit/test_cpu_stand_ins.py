@@ -151,7 +151,10 @@ def test_a_draft_tree_sees_its_prefix_and_its_ancestors_only(kernel: ModuleType)
     n = 3
     trees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]], dtype=torch.bool)
     q = torch.randn(2 * n, HEADS, D)
-    masks = [torch.cat([torch.ones(n, int(length) - n).bool(), tree], 1) for length, tree in zip(cache.lengths, trees, strict=True)]
+    masks = [
+        torch.cat([torch.ones(n, int(length) - n).bool(), tree], 1)
+        for length, tree in zip(cache.lengths, trees, strict=True)
+    ]
     expected = torch.cat([plain_attention(q[i * n : (i + 1) * n], *cache.of(i), masks[i]) for i in range(2)])
     torch.testing.assert_close(extend(kernel, cache, q, [n, n], trees.flatten()), expected)
 

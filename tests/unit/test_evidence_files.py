@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.capture import CapturePoint
 from eagle3.dump.manifest import DumpError
 from eagle3.dump.reader import DumpReader
+from eagle3.dump.writer import CapturedSample
 from eagle3.evidence.report import Check, EvidenceReport
 from eagle3.evidence.validate import validate_dump, verify_integrity
 from tests.dumps import SPEC, Capture, capture, flip_bit, reseal, with_states, write_dump
@@ -215,7 +216,7 @@ def test_an_id_outside_the_vocabulary_is_found(captured: Capture, tmp_path: Path
 def test_a_value_that_is_not_finite_is_named_by_sample_row_and_point(
     captured: Capture, tmp_path: Path, value: float
 ) -> None:
-    def plant(sample: object) -> object:
+    def plant(sample: CapturedSample) -> CapturedSample:
         if sample.id != "p00004":
             return sample
         state = sample.states["layers.3"].clone()
@@ -243,7 +244,7 @@ def test_a_slot_without_any_finite_row_is_reported_and_not_averaged(captured: Ca
 
 
 def test_values_near_overflow_warn_in_float16_only(captured: Capture, tmp_path: Path) -> None:
-    def plant(sample: object) -> object:
+    def plant(sample: CapturedSample) -> CapturedSample:
         state = sample.states["layers.5"].clone()
         state[0, 0] = 60_000.0
         return with_states(sample, {"layers.5": state})

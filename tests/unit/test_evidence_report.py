@@ -11,6 +11,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from eagle3.dump.reader import DumpReader
+from eagle3.dump.writer import CapturedSample
 from eagle3.evidence.plots import evidence_png
 from eagle3.evidence.report import Check, EvidenceReport, OffsetAgreement
 from eagle3.evidence.validate import validate_dump, verify_integrity
@@ -98,7 +99,7 @@ def test_the_page_starts_with_the_verdict_and_says_what_to_do(report: EvidenceRe
 def test_names_from_a_dump_cannot_break_the_page(captured: Capture, tmp_path: Path) -> None:
     evil = "a | b\n# <script>alert(1)</script> [x](http://y) `"
 
-    def plant(sample: object) -> object:
+    def plant(sample: CapturedSample) -> CapturedSample:
         if sample.id != "p00000":
             return sample
         return replace(with_states(sample, {"norm": sample.states["norm"] * float("nan")}), id=evil)
@@ -114,7 +115,7 @@ def test_names_from_a_dump_cannot_break_the_page(captured: Capture, tmp_path: Pa
 
 def test_the_integrity_report_alone_has_a_page_and_a_picture(folder: Path) -> None:
     report = verify_integrity(folder)
-    assert report.markdown().startswith("## ✅ pass: All 1 checks passed.")
+    assert report.markdown().startswith("## ✅ pass: The check passed.")
     assert evidence_png(report).startswith(b"\x89PNG")
 
 
@@ -132,7 +133,7 @@ def test_a_fault_is_red_in_the_picture(report: EvidenceReport, faulty: EvidenceR
 
 
 def test_a_slot_without_finite_rows_does_not_break_the_picture(captured: Capture, tmp_path: Path) -> None:
-    def plant(sample: object) -> object:
+    def plant(sample: CapturedSample) -> CapturedSample:
         return with_states(sample, {"norm": torch.full_like(sample.states["norm"], float("inf"))})
 
     write_dump(captured, tmp_path, alter=plant)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.unit
 # A server with a child; both write their pid and then wait. The child ignores SIGTERM, as a busy scheduler would.
 SERVER = """
 import os, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"])
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
 time.sleep(0.3)
 open(sys.argv[1] + ".tmp", "w").write(f"{os.getpid()} {child.pid}")
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
@@ -34,7 +35,7 @@ time.sleep(60)
 
 
 def guarded(*command: str, grace: float = 5) -> list[str]:
-    return [sys.executable, guard.__file__, str(grace), *command]
+    return [sys.executable, "-I", guard.__file__, str(grace), *command]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:

@@ -1,6 +1,7 @@
 """The client against servers that answer what SGLang would not, and what it makes of a server's own words."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -117,7 +118,7 @@ def test_an_answer_that_is_none_names_the_request(odd_server: ThreadingHTTPServe
 
 def test_a_refusal_is_told_in_the_servers_words(odd_server: ThreadingHTTPServer) -> None:
     body = b'{"error": {"message": "The input is too long"}}'
-    with pytest.raises(SglangError, match="request r-01: .* answered 400: The input is too long"):
+    with pytest.raises(SglangError, match=r"request r-01: .* answered 400: The input is too long"):
         ask(odd_server, body, status=400)
 
 
@@ -174,7 +175,10 @@ def test_a_server_with_all_settings_right_has_no_capture_problem() -> None:
         ({"pp_size": 2}, "Pipeline parallel size is 2"),
         ({"enable_return_aux_hidden_states": False}, "Capture is off"),
         ({"aux_hidden_state_capture": "dflash"}, "expected 'eagle3'"),
-        ({"return_aux_hidden_state_layer_ids": [2, 4, 6]}, r"captures layer ids \[2, 4, 6\], the dump needs \[1, 3, 5\]"),
+        (
+            {"return_aux_hidden_state_layer_ids": [2, 4, 6]},
+            r"captures layer ids \[2, 4, 6\], the dump needs \[1, 3, 5\]",
+        ),
         ({"return_aux_hidden_state_layer_ids": None}, "the model's default"),
         ({"return_hidden_states_mode": "last"}, "'last'"),
         ({"version": "0.5.12"}, "made for 0.5.23"),
@@ -184,8 +188,7 @@ def test_a_server_with_all_settings_right_has_no_capture_problem() -> None:
 def test_each_setting_that_spoils_a_capture_is_named(changed: dict[str, Any], sentence: str) -> None:
     problems = capture_problems(ServerInfo.model_validate(INFO | changed), IDS)
     assert len(problems) == 1
-    with pytest.raises(AssertionError, match=sentence):
-        raise AssertionError(problems[0])
+    assert re.search(sentence, problems[0])
 
 
 def test_decode_graphs_count_as_off_whichever_flag_switched_them_off() -> None:
