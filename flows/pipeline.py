@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from eagle3.errors import Eagle3Error
 from flows.common import say_what_next, worker_settings
 from infra.settings import Settings
-from tasks.handoff import take_result
+from tasks.handoff import leave_result, take_result
 from tasks.params import PipelineParams
 from tasks.registration import register_drafter
 from tasks.results import BenchmarkResult, ExtractResult, PipelineResult, TrainResult, ValidateResult
@@ -39,7 +39,7 @@ def pipeline(params: PipelineParams = PipelineParams()) -> PipelineResult:
     measured = _stage(
         "benchmark/blackwell", params.benchmark(trained.checkpoint, trained.model_id), BenchmarkResult, settings
     )
-    return register_drafter(
+    registered = register_drafter(
         params,
         extracted=extracted,
         validated=validated,
@@ -48,6 +48,7 @@ def pipeline(params: PipelineParams = PipelineParams()) -> PipelineResult:
         started=start,
         settings=settings,
     )
+    return leave_result(registered, settings)
 
 
 def _stage(deployment: str, params: BaseModel, result: type[Result], settings: Settings) -> Result:

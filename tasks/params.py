@@ -66,7 +66,7 @@ class ServingParams(_Params):
     )
     tensor_parallel: int = Field(1, ge=1, title="Tensor parallel size", description="GPUs per replica")
     threads: int = Field(2, ge=1, title="CPU threads", description="Used on a CPU only")
-    streams: int = Field(32, ge=1, title="Streams", description="Requests that run at once")
+    streams: int = Field(64, ge=1, title="Streams", description="Requests that run at once")
     max_total_tokens: int | None = Field(
         None, ge=1, title="KV cache", description="Tokens; unset: SGLang's own choice (on a CPU: what the streams need)"
     )

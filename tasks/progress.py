@@ -11,6 +11,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 _EVERY_SECONDS = 1.0
+_TELLING = 0.05  # share of the work after which the pace says something
 
 
 class StageProgress:
@@ -62,7 +63,7 @@ class StageProgress:
         if now - self._shown < _EVERY_SECONDS:
             return
         self._shown = now
-        if seconds_left is None and self._done > self._started_at:
+        if seconds_left is None and self._total and self._done - self._started_at >= _TELLING * self._total:
             pace = (now - self._start) / (self._done - self._started_at)
             seconds_left = pace * (self._total - self._done)
         left = f", {seconds_left:.0f} s left" if seconds_left is not None else ""

@@ -105,6 +105,7 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     vocab = VocabMap.most_frequent(
         count_tokens(((s.input_ids, s.loss_mask) for s in samples), target.vocab_size),
         min(params.drafter.draft_vocab_size, target.vocab_size),
+        fill_from=count_tokens(((s.input_ids, ~s.loss_mask) for s in samples), target.vocab_size),
     )
     config = DrafterConfig.like_target(
         target.text_config, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()

@@ -102,7 +102,7 @@ def to_ids(points: Iterable[CapturePoint], version: str, model_class: str, num_l
     if stream != sorted(stream):
         raise ConventionError(
             f"SGLang delivers captured states in the order of the layers, whatever the order of the ids; "
-            f"{', '.join(wanted)} cannot be had. Possible: {', '.join(sorted(wanted, key=lambda p: p.boundary or 0))}"
+            f"{', '.join(wanted)} cannot be had. Possible: {', '.join(map(CapturePoint.at_boundary, sorted(stream)))}"
         )
     shifted, raw = tuple(b - 1 for b in stream), tuple(stream)
     raw_first = model_class in _DEEPSEEK and release >= DEEPSEEK_CHANGED
@@ -128,6 +128,7 @@ def _known(version: str, model_class: str) -> Version:
         )
     if model_class not in _DEEPSEEK | _GPT_OSS | _GENERIC:
         raise ConventionError(
-            f"what layer ids mean for {model_class} in SGLang was not checked; known: {', '.join(known_model_classes())}"
+            f"what layer ids mean for {model_class} in SGLang was not checked; known: "
+            f"{', '.join(known_model_classes())}"
         )
     return release

@@ -27,6 +27,7 @@ class Command:
         """Run a command to its end; `expect` is its exit code, None where any will do."""
         done = subprocess.run(
             [str(Path(sys.executable).parent / "eagle3"), *args],
+            check=False,
             cwd=PROJECT,
             env=self.environment(),
             capture_output=True,

@@ -1,4 +1,4 @@
-"""The pages that a person opens after a run, in Debian's headless Chromium. `EAGLE3_SCREENSHOTS=folder` keeps pictures."""
+"""The pages that a person opens after a run, in headless Chromium. `EAGLE3_SCREENSHOTS=folder` keeps pictures."""
 
 import os
 import shutil
@@ -14,10 +14,15 @@ import yaml
 from tests.e2e.stack import Command
 
 CHROMIUM = shutil.which("chromium")
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 pytestmark = [
     pytest.mark.e2e,
