@@ -150,7 +150,7 @@ def run(
 
     result = run_on_stack(params, settings, err if as_json else out)
     if as_json:
-        _print_json(result.model_dump(mode="json", by_alias=True))
+        _print_json(result.model_dump(mode="json"))
     else:
         show.print_result(result, out)
 

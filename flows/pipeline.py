@@ -53,7 +53,7 @@ def pipeline(params: PipelineParams = PipelineParams()) -> PipelineResult:
 
 def _stage(deployment: str, params: BaseModel, result: type[Result], settings: Settings) -> Result:
     """Run one stage on its pool and wait; a stage that fails stops the pipeline with the stage's own message."""
-    parameters: dict[str, Any] = {"params": params.model_dump(mode="json", by_alias=True)}
+    parameters: dict[str, Any] = {"params": params.model_dump(mode="json")}
     run = run_deployment(deployment, parameters=parameters, timeout=None, poll_interval=1)
     if not isinstance(run, FlowRun):
         raise StageFailed(f"{deployment} could not be started: got {run!r}")

@@ -18,7 +18,7 @@ def result_table(result: PipelineResult) -> Table:
     table.add_column("prompts")
     for heading in ("acceptance length", "accepted by position", "tokens/s", "same text"):
         table.add_column(heading, justify="right")
-    for row in result.benchmark.served:
+    for row in result.measured.served:
         table.add_row(*_cells(row))
     return table
 
@@ -43,7 +43,7 @@ def _length(figure: AcceptanceFigure) -> str:
 
 def closing_words(result: PipelineResult) -> str:
     """What the table means, in two sentences."""
-    right, wrong = result.benchmark.right(), result.benchmark.wrong()
+    right, wrong = result.measured.right(), result.measured.wrong()
     assert right.acceptance is not None
     words = (
         f"With its own layers the drafter commits {right.acceptance.length:.2f} tokens per verification. "
@@ -63,9 +63,9 @@ def print_result(result: PipelineResult, console: Console) -> None:
     console.print(result_table(result))
     console.print(closing_words(result), markup=False)
     console.print()
-    stages = {"extract": result.extract, "validate": result.validate_, "train": result.train}
+    stages = {"extract": result.extracted, "validate": result.validated, "train": result.trained}
     times = ", ".join(f"{name} {stage.seconds:.0f} s" for name, stage in stages.items())
-    console.print(f"{result.seconds:.0f} s in all: {times}, benchmark {result.benchmark.seconds:.0f} s", markup=False)
+    console.print(f"{result.seconds:.0f} s in all: {times}, benchmark {result.measured.seconds:.0f} s", markup=False)
     for name, link in result.links.items():
         console.print(f"{name + ':':<28}{link}", markup=False, soft_wrap=True)
 

@@ -69,10 +69,10 @@ def register_drafter(
             create_link_artifact(link=link, link_text=text, key=text.lower().replace(" ", "-"))
     create_markdown_artifact(key="lineage", markdown=_lineage_page(links, name, version, alias, extracted, trained))
     return PipelineResult(
-        extract=extracted,
-        validate=validated,
-        train=trained,
-        benchmark=measured,
+        extracted=extracted,
+        validated=validated,
+        trained=trained,
+        measured=measured,
         model_name=name,
         model_version=version,
         alias=alias,

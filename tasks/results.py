@@ -72,10 +72,10 @@ WRONG = "same weights, wrong layers"
 
 
 class PipelineResult(_Result):
-    extract: ExtractResult
-    validate_: ValidateResult = Field(alias="validate")
-    train: TrainResult
-    benchmark: BenchmarkResult
+    extracted: ExtractResult
+    validated: ValidateResult
+    trained: TrainResult
+    measured: BenchmarkResult
     model_name: str
     model_version: str
     alias: str

@@ -20,7 +20,7 @@ def points_of(engine_ids: EngineIds, num_layers: int) -> tuple[CapturePoint, ...
 def ids_of(
     points: Iterable[CapturePoint], *, engine: str, version: str, model_class: str, num_layers: int
 ) -> EngineIds:
-    """The ids that make an engine deliver exactly these points in this order; ConventionError says why there are none."""
+    """The ids that make an engine deliver exactly these points in this order; ConventionError says why none do."""
     _check_engine(engine)
     return sglang.to_ids(points, version, model_class, num_layers)
 

@@ -101,8 +101,8 @@ def test_the_form_runs_a_deployment_again_through_its_worker(
     deployment = httpx.get(f"{base}/api/deployments/name/validate/cpu").json()["id"]
     page.open(f"{base}/deployments/deployment/{deployment}/run", "Manifest digest")
     fields = page.page.locator("textarea")
-    fields.nth(0).fill(result["extract"]["dump"]["uri"])
-    fields.nth(1).fill(result["extract"]["dump"]["sha256"])
+    fields.nth(0).fill(result["extracted"]["dump"]["uri"])
+    fields.nth(1).fill(result["extracted"]["dump"]["sha256"])
     fields.nth(2).fill(yaml.safe_load(config.read_text())["target"]["path"])
     page.keep("prefect-form")
     page.page.get_by_role("button", name="Submit").click()
@@ -112,7 +112,7 @@ def test_the_form_runs_a_deployment_again_through_its_worker(
 
 
 def test_mlflow_shows_the_dumps_uri_on_the_training_run(page: Page, result: Any) -> None:
-    page.open(result["links"]["MLflow training run"], "Datasets", result["extract"]["dump"]["uri"])
+    page.open(result["links"]["MLflow training run"], "Datasets", result["extracted"]["dump"]["uri"])
     page.shows("eagle3-tiny")
     page.keep("mlflow-training-run")
 
@@ -121,7 +121,7 @@ def test_mlflow_shows_the_version_with_its_source_run(page: Page, result: Any) -
     page.open(result["links"]["MLflow model version"], "Version 1", "Source Run", "champion")
     page.keep("mlflow-version")
     page.page.get_by_role("link", name="train ").first.click()
-    page.shows("Datasets", result["extract"]["dump"]["uri"])
+    page.shows("Datasets", result["extracted"]["dump"]["uri"])
 
 
 def _address(command: Command, part: str) -> str:

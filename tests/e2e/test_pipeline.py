@@ -16,12 +16,12 @@ def test_a_drafter_is_registered_with_the_alias(result: Any) -> None:
     assert result["model_name"] == "eagle3-tiny"
     assert result["model_version"] == "1"
     assert result["alias"] == "champion"
-    assert result["extract"]["num_samples"] == 12
-    assert result["validate"]["verdict"] == "pass"
+    assert result["extracted"]["num_samples"] == 12
+    assert result["validated"]["verdict"] == "pass"
 
 
 def test_text_with_the_drafter_is_the_targets_own_greedy_text(result: Any) -> None:
-    served = {row["label"]: row for row in result["benchmark"]["served"]}
+    served = {row["label"]: row for row in result["measured"]["served"]}
     right, wrong = served["drafter, right layers"], served["same weights, wrong layers"]
     assert right["same_text"] == right["num_prompts"] == 4
     assert wrong["same_text"] == wrong["num_prompts"] == 2
@@ -32,15 +32,15 @@ def test_text_with_the_drafter_is_the_targets_own_greedy_text(result: Any) -> No
 
 def test_lineage_leads_from_the_alias_to_the_dump(command: Command, result: Any) -> None:
     tree = json.dumps(command.json("lineage", "eagle3-tiny@champion"))
-    assert result["extract"]["dump"]["uri"] in tree
-    assert result["extract"]["dump"]["sha256"] in tree
+    assert result["extracted"]["dump"]["uri"] in tree
+    assert result["extracted"]["dump"]["sha256"] in tree
     assert "layers.5" in tree
     shown = command.run("lineage", "eagle3-tiny@1").stdout
-    assert result["extract"]["dump"]["uri"] in shown
+    assert result["extracted"]["dump"]["uri"] in shown
 
 
 def test_the_dump_in_s3_is_verified(command: Command, result: Any) -> None:
-    report = command.json("dump", "verify", result["extract"]["dump"]["uri"])
+    report = command.json("dump", "verify", result["extracted"]["dump"]["uri"])
     assert {check["verdict"] for check in report["checks"]} == {"pass"}
 
 
