@@ -1,0 +1,114 @@
+"""The two ways to capture give the same dump, and a dump that is not what it says is refused by the flows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from eagle3.dump.reader import DumpReader
+from eagle3.refs import DumpRef
+from infra.settings import Settings
+from infra.stack import connect
+from tasks.artifacts import fetch_dump
+from tests.dumps import flip_bit
+from tests.e2e.stack import PROJECT, Command
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+RUN_FLOW = """
+import json, sys
+from infra.settings import Settings
+from infra.stack import connect
+connect(Settings())
+module, name, params = sys.argv[1:]
+flow = getattr(__import__(f"flows.{module}", fromlist=[name]), name)
+print("RESULT " + flow(params=json.loads(params)).model_dump_json())
+"""
+
+
+def run_flow(command: Command, name: str, params: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run a flow in a process of its own, as `python flows/extract.py` would, against the stack of this folder."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN_FLOW, name, name, json.dumps(params)],
+        cwd=PROJECT,
+        env=command.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> Any:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout + done.stderr
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def stack_settings(command: Command, result: Any, monkeypatch_module: pytest.MonkeyPatch) -> Settings:
+    monkeypatch_module.setattr(os, "environ", os.environ.copy())  # connect() sets variables of this process
+    return connect(Settings(home=command.home))
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def while_answering(stack_settings: Settings, result: Any) -> DumpReader:
+    return DumpReader.open(fetch_dump(DumpRef(**result["extracted"]["dump"]), stack_settings))
+
+
+def test_answer_then_prefill_captures_the_same_rows_as_while_answering(
+    command: Command, config: Path, stack_settings: Settings, while_answering: DumpReader
+) -> None:
+    shared = ("name", "target", "prompts", "capture", "serving")
+    params = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key in shared}
+    params["answers"] = {"max_new_tokens": 24, "source": "answer_then_prefill"}
+    extracted = result_of(run_flow(command, "extract", params))
+    prefilled = DumpReader.open(fetch_dump(DumpRef(**extracted["dump"]), stack_settings))
+
+    assert while_answering.manifest.generation.source == "while_answering"
+    assert prefilled.manifest.generation.source == "answer_then_prefill"
+    by_id = {sample.id: sample for sample in while_answering}
+    assert len(by_id) == len(prefilled) == 12
+    for sample in prefilled:
+        other = by_id[sample.id]
+        assert torch.equal(sample.full_ids(), other.full_ids())
+        assert torch.equal(sample.loss_mask, other.loss_mask)
+        for point, state in sample.states.items():
+            torch.testing.assert_close(state, other.states[point], rtol=1e-4, atol=1e-4)
+
+
+def test_a_damaged_dump_fails_validation_and_is_not_trained_on(
+    command: Command, config: Path, tmp_path: Path, while_answering: DumpReader
+) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in while_answering.folder.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    flip_bit(damaged / while_answering.manifest.shards[0].name)
+    dump = {"uri": damaged.as_uri(), "sha256": while_answering.manifest.digest()}
+    target = yaml.safe_load(config.read_text())["target"]
+
+    validated = run_flow(command, "validate", {"dump": dump, "target": target})
+    assert validated.returncode != 0
+    assert while_answering.manifest.shards[0].name in validated.stdout + validated.stderr
+    assert "sha256" in validated.stdout + validated.stderr
+
+
+def test_a_dump_that_nobody_validated_is_not_trained_on(command: Command, config: Path, result: Any) -> None:
+    dump = {"uri": result["extracted"]["dump"]["uri"], "sha256": "0" * 64}
+    target = yaml.safe_load(config.read_text())["target"]
+    trained = run_flow(command, "train", {"dump": dump, "target": target})
+    assert trained.returncode != 0
+    assert "has no evidence report" in trained.stdout + trained.stderr
