@@ -41,7 +41,7 @@ lint: install
 	$(BIN)/python tools/check_file_sizes.py
 
 bench: install
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -30,6 +30,9 @@ out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 err = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 200)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
+Prompts = Annotated[Path | None, typer.Option(help="Other prompts (JSON lines).")]
+NumTrain = Annotated[int | None, typer.Option(min=1, help="Train on so many of the prompts; unset: on all.")]
+Also = Annotated[list[Path] | None, typer.Option(help="Report acceptance on this file too (repeatable).")]
 
 
 def main() -> None:
@@ -50,33 +53,23 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
 
-def _params(config: Path | None, prompts: Path | None, also: list[Path] | None, name: str | None) -> Any:
-    from tasks.params import PipelineParams
-
-    params = PipelineParams.load(config) if config else PipelineParams()
-    changes: dict[str, Any] = {}
-    if name:
-        changes["name"] = name
-    if prompts:
-        changes["prompts"] = {**params.prompts.model_dump(), "file": str(prompts.resolve())}
-    if also:
-        changes["also"] = [str(path.resolve()) for path in also]
-    return PipelineParams.model_validate({**params.model_dump(mode="json"), **changes})
-
-
 @app.command(
     epilog="Examples:  [bold]eagle3 demo[/bold]   ·   [bold]eagle3 demo --exit[/bold]   ·   "
-    "[bold]eagle3 demo --prompts my.jsonl --also gsm8k_test.jsonl[/bold]"
+    "[bold]eagle3 demo --prompts my.jsonl --num-train 200 --also gsm8k_test.jsonl[/bold]"
 )
 def demo(
-    leave: Annotated[bool, typer.Option("--exit", help="End the stack when the run is done.")] = False,
-    prompts: Annotated[Path | None, typer.Option(help="Other prompts (JSON lines).")] = None,
-    also: Annotated[list[Path] | None, typer.Option(help="Report acceptance on this file too (repeatable).")] = None,
+    leave: Annotated[
+        bool, typer.Option("--exit", help="End the stack when the run is done, unless it was up before.")
+    ] = False,
+    prompts: Prompts = None,
+    num_train: NumTrain = None,
+    also: Also = None,
 ) -> None:
     """Start the local stack, run the whole pipeline on a small real model, show what came out."""
     from flows.demo import run_demo
+    from flows.options import pipeline_params
 
-    run_demo(_params(None, prompts, also, None), Settings(), out, stay=not leave)
+    run_demo(pipeline_params(prompts=prompts, num_train=num_train, also=also), Settings(), out, stay=not leave)
 
 
 @app.command(epilog="Example:  [bold]eagle3 up && eagle3 status[/bold]")
@@ -85,7 +78,7 @@ def up() -> None:
     from infra import stack
 
     start = time.monotonic()
-    state = stack.up(Settings(), on_progress=lambda text: out.print(text, markup=False))
+    state = stack.up(Settings(), on_progress=lambda text: out.print(text, markup=False)).state
     out.print(f"up in {time.monotonic() - start:.0f} s")
     out.print(
         f"Prefect  {state.prefect_ui_url}\nMLflow   {state.mlflow_url}\nS3       {state.s3_endpoint}", markup=False
@@ -127,17 +120,20 @@ def status(as_json: AsJson = False) -> None:
 )
 def run(
     config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Other prompts (JSON lines).")] = None,
-    also: Annotated[list[Path] | None, typer.Option(help="Report acceptance on this file too (repeatable).")] = None,
+    prompts: Prompts = None,
+    num_train: NumTrain = None,
+    also: Also = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Print launch command, layer ids and sizes; start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the pipeline on the stack that is up, and follow it. Ctrl-C leaves it running."""
-    from flows import show
+    from flows.options import pipeline_params
 
-    params, settings = _params(config, prompts, also, name), Settings()
+    params = pipeline_params(config, prompts=prompts, num_train=num_train, also=also, name=name)
+    settings = Settings()
     if dry_run:
+        from flows import show
         from tasks.planning import plan_pipeline
 
         plan = plan_pipeline(params, settings)
@@ -149,6 +145,8 @@ def run(
     from flows.demo import run_on_stack
 
     result = run_on_stack(params, settings, err if as_json else out)
+    from flows import show  # it imports Prefect, which must not come before the server's address
+
     if as_json:
         _print_json(result.model_dump(mode="json"))
     else:

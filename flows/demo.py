@@ -1,47 +1,93 @@
-"""`eagle3 demo`: the local stack, one pipeline run, one table."""
+"""`eagle3 demo` and `eagle3 run`: a pipeline run from the terminal, followed to its table or left with Ctrl-C.
+
+What imports Prefect is imported after `stack.connect`, which sets the server's address: Prefect reads it once.
+"""
 
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from flows import show
 from infra import stack
 from infra.settings import Settings
 from tasks.params import PipelineParams
 from tasks.results import PipelineResult
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
 
 def run_demo(params: PipelineParams, settings: Settings, console: Console, *, stay: bool) -> None:
-    """Up, run, show; then wait for Ctrl-C (`stay`) and take the stack down."""
+    """Up, run, show; then wait for Ctrl-C (`stay`). A stack that this call started is taken down at the end.
+
+    Ctrl-C before that cancels the run.
+    """
     console.print("[bold]1. The local stack[/bold]: Prefect, two workers, MLflow and S3 on this machine")
     start = time.monotonic()
-    state = stack.up(settings, on_progress=lambda text: console.print(f"   {text}", markup=False))
+    up = stack.up(settings, on_progress=lambda text: console.print(f"   {text}", markup=False))
+    own = not up.found
     console.print(f"   up in {time.monotonic() - start:.0f} s; logs in {settings.root / 'logs'}", markup=False)
     try:
         console.print("[bold]2. The pipeline[/bold]: extract, validate, train, benchmark, register")
-        result = run_on_stack(params, settings, console)
+        result = _run(params, settings, console)
+        from flows import show
+
         show.print_result(result, console)
-        if stay:
-            console.print(
-                f"\nThe stack stays up until Ctrl-C. Prefect {state.prefect_ui_url} · MLflow {state.mlflow_url}\n"
-                "Run again from the UI's form (Deployments > pipeline > Run), or: "
-                f"eagle3 lineage {result.model_name}@{result.alias}",
-                markup=False,
-            )
+        console.print(
+            f"\nPrefect {up.state.prefect_ui_url} · MLflow {up.state.mlflow_url}\n"
+            "Run again from the UI's form (Deployments > pipeline > Run), or: "
+            f"eagle3 lineage {result.model_name}@{result.alias}",
+            markup=False,
+        )
+        if own and stay:
+            console.print("The stack stays up until Ctrl-C.")
             _wait_for_interrupt()
     finally:
-        console.print("taking the stack down ...", markup=False)
-        stack.down(settings)
+        if own:
+            console.print("taking the stack down ...", markup=False)
+            stack.down(settings)
+        else:
+            console.print("The stack was up before, so it stays up: `eagle3 down` ends it.", markup=False)
+
+
+def _run(params: PipelineParams, settings: Settings, console: Console) -> PipelineResult:
+    """Submit and follow; Ctrl-C cancels the run."""
+    connected = stack.connect(settings)
+    from flows import follow
+
+    run = _submit(params, console)
+    try:
+        return follow.follow(run.id, connected, console)
+    except KeyboardInterrupt:
+        follow.cancel(run.id)
+        console.print(f"\n{run.name} is being cancelled", markup=False)
+        raise
 
 
 def run_on_stack(params: PipelineParams, settings: Settings, console: Console) -> PipelineResult:
-    """Submit to the stack that is up, and follow. Ctrl-C leaves `eagle3 run`'s flow running and says how to stop it."""
+    """Submit to the stack that is up, and follow. Ctrl-C leaves the run, and says how to watch and cancel it."""
     connected = stack.connect(settings)
+    from flows import follow
+
+    run = _submit(params, console)
+    try:
+        return follow.follow(run.id, connected, console)
+    except KeyboardInterrupt:
+        console.print(
+            f"\n{run.name} goes on. Watch it, or cancel it, at {follow.run_url(run)}\n"
+            f"or cancel it with: {follow.cancel_command(run.id)}",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise
+
+
+def _submit(params: PipelineParams, console: Console) -> "FlowRun":
     from flows import follow
 
     run = follow.submit(params)
     console.print(f"   run {run.name}: {follow.run_url(run)}", markup=False, soft_wrap=True)
-    return follow.follow(run.id, connected, console)
+    return run
 
 
 def _wait_for_interrupt() -> None:

@@ -49,11 +49,12 @@ def closing_words(result: PipelineResult) -> str:
         f"With its own layers the drafter commits {right.acceptance.length:.2f} tokens per verification. "
         "On a CPU that is no speed-up: a verification costs as much as the tokens it checks."
     )
-    if wrong and wrong.acceptance:
+    if wrong and wrong.acceptance and wrong.right_length is not None:
         words += (
-            f"\nThe same weights on {', '.join(wrong.points or ())} commit {wrong.acceptance.length:.2f}, and the text "
-            "is the same: nothing but this figure shows the mistake, which is why every dump and drafter carries its "
-            "capture layers."
+            f"\nOn the same {wrong.num_prompts} prompts its own layers commit {wrong.right_length:.2f}, the same "
+            f"weights on {', '.join(wrong.points or ())} commit {wrong.acceptance.length:.2f}, and the text is the "
+            "same: nothing but this figure shows the mistake, which is why every dump and drafter carries its capture "
+            "layers."
         )
     return words
 

@@ -1,6 +1,5 @@
 """Settings from the environment (EAGLE3_*). Secrets are SecretStr: they never reach a log, a manifest or MLflow."""
 
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +35,15 @@ class Settings(BaseSettings):
     stack_start_timeout: float = Field(120.0, gt=0, description="Seconds until a started part must answer")
 
     sglang_python: Path | None = Field(None, description="Interpreter that has SGLang; unset: the one that runs this")
+    sglang_command: str | None = Field(
+        None,
+        description="Instead of an interpreter: a command that ends with `-m sglang.launch_server`, e.g. of a "
+        "container. The tap must be installed there, the environment handed on, the folders be at the same paths",
+        examples=[
+            "docker run --rm --gpus all --network host -v /data:/data -e EAGLE3_TAP_DIR -e HF_HUB_OFFLINE sglang "
+            "python3 -m sglang.launch_server"
+        ],
+    )
     sglang_device: Literal["auto", "cpu", "cuda"] = "auto"
     sglang_api_key: SecretStr | None = None
     sglang_start_timeout: float = Field(900.0, gt=0, description="Seconds until a starting server must answer")
@@ -52,8 +60,3 @@ class Settings(BaseSettings):
                 "no MLflow server is known: start the local stack with `eagle3 up`, or set EAGLE3_MLFLOW_TRACKING_URI"
             )
         return self.mlflow_tracking_uri
-
-
-@cache
-def get_settings() -> Settings:
-    return Settings()

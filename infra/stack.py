@@ -11,9 +11,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from infra import processes, stack_parts
-from infra.settings import Settings, get_settings
-from infra.stack_runs import crash_lost_runs
-from infra.stack_start import start_stack
+from infra.settings import Settings
+from infra.stack_runs import crash_lost_runs, crash_orphans
+from infra.stack_start import UpResult, start_stack
 from infra.stack_state import (
     Progress,
     StackError,
@@ -24,10 +24,11 @@ from infra.stack_state import (
     read_record,
     stack_lock,
     wanted_servers,
+    with_told,
     write_record,
 )
 
-__all__ = ["PartStatus", "StackError", "StackState", "connect", "down", "status", "up"]
+__all__ = ["PartStatus", "StackError", "StackState", "UpResult", "connect", "down", "status", "up"]
 
 _PROJECT = Path(__file__).resolve().parents[1]
 
@@ -50,12 +51,12 @@ def _say_nothing(_: str) -> None:
     pass
 
 
-def up(settings: Settings, *, on_progress: Progress = _say_nothing, deployments: Path | None = None) -> StackState:
+def up(settings: Settings, *, on_progress: Progress = _say_nothing, deployments: Path | None = None) -> UpResult:
     """Start the parts that do not run, make the bucket, apply the deployments file (default: the project's).
 
     Ports are chosen at the first call and kept, so that links stay valid. A part that runs and answers is left alone.
     Where a part fails, those that this call started are ended. `on_progress` is called with a line of text, also from
-    other threads.
+    other threads. While workers run, settings that are not made are those of the call that started them.
 
     Raises StackError (a part's last log lines are in it), NoFreePort, NoLocalS3, StoreError.
     """
@@ -84,7 +85,9 @@ def down(settings: Settings, *, on_progress: Progress = _say_nothing) -> int:
         except StackError:  # an unreadable record does not keep processes alive
             record = StackRecord()
         if "prefect" in record.processes:
-            crash_lost_runs(f"{record.url('prefect')}/api", stack_parts.POOLS, "ended by `eagle3 down`")
+            api_url = f"{record.url('prefect')}/api"
+            crash_lost_runs(api_url, stack_parts.POOLS, "ended by `eagle3 down`")
+            crash_orphans(api_url, stack_parts.POOLS)
         on_progress("ending servers")
         ended += stack_parts.end_parts(root, lambda _: True)
         if record.processes:
@@ -95,25 +98,26 @@ def down(settings: Settings, *, on_progress: Progress = _say_nothing) -> int:
 def status(settings: Settings) -> list[PartStatus]:
     """Every part, by its process and by its own answer. Nothing is changed."""
     record = read_record(settings.root)
+    parts = _parts(with_told(settings, record), record)
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda part: _look(part, record, settings.root), _parts(settings, record)))
+        return list(pool.map(lambda part: _look(part, record, settings.root), parts))
 
 
 def connect(settings: Settings) -> Settings:
     """Settings of a client of the stack in `settings.home`, which may be down: the message is then that it is down.
 
-    What the environment or `settings` name already is kept. The variables that Prefect, MLflow and child processes read
-    are set in this process (call it before Prefect is first imported), and `get_settings()` gives the same settings.
+    What the environment or `settings` name already is kept; the rest (the store too) is as `up` was told. The variables
+    that Prefect, MLflow and child processes read are set in this process: call it before Prefect is first imported.
     Without a stack `settings` come back as they are.
     """
     record = read_record(settings.root)
     if "prefect" not in record.ports:
         return settings
+    settings = with_told(settings, record)
     state = make_state(settings, record, _PROJECT)
     for name, value in state.environment().items():
         os.environ.setdefault(name, value)
-    get_settings.cache_clear()
-    found: dict[str, object] = {"home": state.home, "mlflow_tracking_uri": state.mlflow_url}
+    found: dict[str, object] = {"home": state.home, "store": state.store, "mlflow_tracking_uri": state.mlflow_url}
     if state.s3_endpoint is not None:
         found |= {"s3_endpoint": state.s3_endpoint}
     if state.s3_keys is not None:

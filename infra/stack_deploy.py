@@ -56,6 +56,17 @@ def apply_deployments(deployments: Path, state: StackState, stop: threading.Even
         )
 
 
+def limit_pool(api_url: str, pool: str) -> None:
+    """Let one flow run at a time into the pool, unless somebody set its limit already. Raises StackError."""
+    try:
+        with httpx.Client(base_url=api_url, timeout=10, trust_env=False) as client:
+            found = client.get(f"/work_pools/{pool}").raise_for_status().json()
+            if found["concurrency_limit"] is None:
+                client.patch(f"/work_pools/{pool}", json={"concurrency_limit": 1}).raise_for_status()
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise StackError(f"the work pool {pool} could not be limited to one run at a time: {error}") from error
+
+
 def are_deployed(deployments: Path, state: StackState) -> bool:
     """Whether the server has as many deployments as the file."""
     content = yaml.safe_load(deployments.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,10 +19,21 @@ from infra.settings import Settings
 from infra.stack_state import ServerName, StackError, StackState
 
 WORKER = "worker-"  # how the names of the workers' parts start
-POOLS = ("blackwell", "cpu")
+GPU_POOL = "blackwell"
+POOLS = (GPU_POOL, "cpu")
 _ANSWER_TIMEOUT_S = 5.0
 _WORKER_POLL_S = 2
+_HEARTBEAT_S = 10
+_SILENT_AFTER_S = 60.0  # a machine under load delays a heartbeat; a worker that hangs is seen after this
 GRACE_S = 10.0
+_MLFLOW_ACCESS = (
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_SERVER_CERT_PATH",
+    "MLFLOW_TRACKING_CLIENT_CERT_PATH",
+    "MLFLOW_TRACKING_INSECURE_TLS",
+)
 
 
 @dataclass(frozen=True)
@@ -134,9 +146,14 @@ def _worker(settings: Settings, state: StackState, pool: str) -> Part:
         title=f"worker of pool {pool}",
         command=command,
         environment=base_environment()
+        | _mlflow_access()
         | _given(settings)
         | state.environment()
-        | {"PREFECT_WORKER_QUERY_SECONDS": str(_WORKER_POLL_S), "PYTHONUNBUFFERED": "1"},
+        | {
+            "PREFECT_WORKER_QUERY_SECONDS": str(_WORKER_POLL_S),
+            "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_HEARTBEAT_S),
+            "PYTHONUNBUFFERED": "1",
+        },
         folder=settings.root / "prefect",
         log=_log(settings, f"{WORKER}{pool}"),
         url=None,
@@ -149,6 +166,11 @@ def base_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))} | {
         "DO_NOT_TRACK": "1"
     }
+
+
+def _mlflow_access() -> dict[str, str]:
+    """The variables by which MLflow's own client gets into a server that asks who comes."""
+    return {name: os.environ[name] for name in _MLFLOW_ACCESS if name in os.environ}
 
 
 def _given(settings: Settings) -> dict[str, str]:
@@ -174,7 +196,7 @@ def answers(url: str) -> bool:
 
 
 def _worker_is_heard(api_url: str, pool: str, name: str, started: float) -> bool:
-    """Whether the Prefect server has heard from the worker since it started."""
+    """Whether the Prefect server has heard from the worker lately, and since it started."""
     try:
         url = f"{api_url}/work_pools/{pool}/workers/filter"
         answer = httpx.post(url, json={}, timeout=_ANSWER_TIMEOUT_S, trust_env=False)
@@ -182,7 +204,7 @@ def _worker_is_heard(api_url: str, pool: str, name: str, started: float) -> bool
             return False  # the worker has not made the pool yet
         for worker in answer.json():
             heard = datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp()
-            if worker["name"] == name and heard >= started:
+            if worker["name"] == name and heard >= max(started, time.time() - _SILENT_AFTER_S):
                 return True
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         pass

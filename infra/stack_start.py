@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from infra import local_s3, processes, stack_parts
 from infra.ports import free_ports, is_free
 from infra.processes import ProcessRecord, last_lines, mark_of
 from infra.settings import Settings
-from infra.stack_deploy import DEPLOY, Stopped, apply_deployments, are_deployed, deployments_digest
+from infra.stack_deploy import DEPLOY, Stopped, apply_deployments, are_deployed, deployments_digest, limit_pool
 from infra.stack_parts import WORKER, Part
-from infra.stack_runs import crash_lost_runs
+from infra.stack_runs import crash_lost_runs, crash_orphans
 from infra.stack_state import (
     Progress,
     ServerName,
@@ -25,7 +26,9 @@ from infra.stack_state import (
     make_keys,
     make_state,
     read_record,
+    told_to_up,
     wanted_servers,
+    with_told,
     write_record,
 )
 from infra.store import open_store
@@ -34,10 +37,38 @@ _TRIES = 3  # answers that a running part may miss before it counts as hung
 _POLL_S = 0.1
 
 
-def start_stack(settings: Settings, deployments: Path, on_progress: Progress) -> StackState:
+@dataclass(frozen=True)
+class UpResult:
+    """What `up` did: where the stack is, the parts that ran before, and those that this call started."""
+
+    state: StackState
+    found: frozenset[str]
+    started: frozenset[str]
+
+
+def start_stack(settings: Settings, deployments: Path, on_progress: Progress) -> UpResult:
     """What `infra.stack.up` does once it holds the lock."""
     with clear_home_errors(settings.root):
-        return _Start(settings, deployments, on_progress).run()
+        return _Start(_as_running(settings), deployments, on_progress).run()
+
+
+def _as_running(settings: Settings) -> Settings:
+    """While a worker or a flow run of it lives, the stack's places are the ones that it was told.
+
+    Raises StackError where the settings name another one.
+    """
+    record = read_record(settings.root)
+    if not any(stack_parts.processes_of_part(settings.root, WORKER + pool) for pool in stack_parts.POOLS):
+        return settings
+    for name, value in told_to_up(settings, record).items():
+        running = record.told.get(name, Settings.model_fields[name].default)
+        if value != running:
+            variable = f"EAGLE3_{name.upper()}"
+            raise StackError(
+                f"{variable} is {value} here, but the stack of {settings.root} was started with {running or 'none'}. "
+                f"`eagle3 down` first, or unset {variable}."
+            )
+    return with_told(settings, record)
 
 
 class _Start:
@@ -52,9 +83,11 @@ class _Start:
         self._record_lock = threading.Lock()
         self._stop = threading.Event()
         self._started: set[str] = set()
+        self._found: set[str] = set()
 
-    def run(self) -> StackState:
+    def run(self) -> UpResult:
         running = self._settle_ports()
+        self._record = self._record.model_copy(update={"told": told_to_up(self._settings, self._record)})
         state = self._state()
         parts = {part.name: part for part in stack_parts.servers(self._settings, state, self._own_ports())}
         chains: list[Callable[[], None]] = [
@@ -70,7 +103,7 @@ class _Start:
             stack_parts.end_parts(self._root, lambda part: part in self._started or part == DEPLOY)
             self._forget(self._started)
             raise
-        return state
+        return UpResult(state, found=frozenset(self._found), started=frozenset(self._started))
 
     def _run_side_by_side(self, chains: list[Callable[[], None]]) -> None:
         with ThreadPoolExecutor(len(chains)) as pool:
@@ -94,6 +127,7 @@ class _Start:
         self._set_ports(dict(zip(missing, free_ports(len(missing), self._settings.ports), strict=True)))
         parts = stack_parts.servers(self._settings, self._state(), self._own_ports())
         running = {part.name for part in parts if self._works(part)}
+        self._found |= running
         for part in parts:
             if part.name not in running:
                 stack_parts.end_parts(self._root, part.name.__eq__)  # what is left of it
@@ -119,18 +153,22 @@ class _Start:
         self._bring_up(server, running)
         workers = stack_parts.workers(self._settings, state)
         alive = {part.name for part in workers if self._works(part)}
+        self._found |= alive
         for part in workers:
             if part.name not in alive:
                 self._end_same(part)  # a worker that hangs goes; its flow runs go on to their end
         idle = [pool for pool in stack_parts.POOLS if not stack_parts.processes_of_part(self._root, WORKER + pool)]
         if lost := crash_lost_runs(state.prefect_api_url, idle, "its process was gone when the stack started"):
             self._say(f"{lost} flow runs of before have no process any more: set to Crashed")
+        if orphans := crash_orphans(state.prefect_api_url, stack_parts.POOLS):
+            self._say(f"{orphans} flow runs waited for their turn in a run that is over: set to Crashed")
         for part in workers:
             if part.name not in alive:
                 self._launch(part)
         for part in workers:
             if part.name not in alive:
                 self._wait_for(part)
+        limit_pool(state.prefect_api_url, stack_parts.GPU_POOL)
         self._deploy(state)
 
     def _serve_objects(self, server: Part | None, running: set[str], state: StackState) -> None:

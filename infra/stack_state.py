@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
@@ -24,6 +24,7 @@ from infra.processes import ProcessRecord
 from infra.settings import Settings
 
 ServerName = Literal["s3", "prefect", "mlflow"]
+Told = Literal["store", "s3_endpoint", "s3_region", "mlflow_tracking_uri"]
 Progress = Callable[[str], None]
 
 _LOCK_WAIT_S = 300.0
@@ -42,6 +43,7 @@ class StackRecord(BaseModel):
     version: Literal[1] = 1
     ports: dict[ServerName, int] = Field(default_factory=dict)
     processes: dict[str, ProcessRecord] = Field(default_factory=dict)
+    told: dict[Told, str] = Field(default_factory=dict, description="Settings that name other places, given to `up`")
     deployed: str | None = Field(None, description="Digest of the deployments and the code that they were made of")
 
     def url(self, server: ServerName) -> str | None:
@@ -146,6 +148,20 @@ def read_keys(settings: Settings) -> Keys | None:
         return Keys.model_validate_json((settings.root / "s3-keys.json").read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def told_to_up(settings: Settings, record: StackRecord) -> dict[Told, str]:
+    """The settings that say where data goes, which a client must have too; no addresses of the stack's own servers."""
+    own = {record.url("s3"), record.url("mlflow")}
+    names: tuple[Told, ...] = get_args(Told)
+    given = {name: getattr(settings, name) for name in names if name in settings.model_fields_set}
+    return {name: value for name, value in given.items() if value is not None and value not in own}
+
+
+def with_told(settings: Settings, record: StackRecord) -> Settings:
+    """The settings, with what `up` was told where they say nothing themselves."""
+    missing: dict[str, str] = {k: v for k, v in record.told.items() if k not in settings.model_fields_set}
+    return settings.model_copy(update=missing) if missing else settings
 
 
 def wanted_servers(settings: Settings, record: StackRecord) -> list[ServerName]:

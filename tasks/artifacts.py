@@ -1,15 +1,21 @@
 """Dumps and checkpoints between this machine's disk and the store; what arrives is checked against its reference."""
 
 import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from eagle3.contract import CONTRACT_NAME, DrafterContract
-from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, FileEntry, Manifest
+from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
-from infra.store import Store, StoreError, open_store
+from infra.store import MissingObject, Store, StoreCorrupt, StoreError, open_store
 
 if TYPE_CHECKING:
     from eagle3.drafter.checkpoint import Checkpoint
@@ -28,7 +34,29 @@ class CannotCheck(Eagle3Error):
 
 
 def fetch_dump(ref: DumpRef, settings: Settings) -> Path:
-    """A local folder with the dump, every file checked against the manifest's sha256. Cached by manifest digest."""
+    """A local folder with the dump, kept under the manifest's digest.
+
+    What is fetched is compared with the manifest's sizes and sha256 on its way. A dump that was fetched before is not
+    hashed again: DumpReader compares its sizes; the `validate` flow takes `fetch_again` and hashes every file.
+    """
+    store, manifest = _named_dump(ref, settings)
+    return keep(_dump_folder(ref, settings), lambda folder: _fetch(store, manifest, folder))
+
+
+@contextmanager
+def fetch_again(ref: DumpRef, settings: Settings) -> Iterator[Path]:
+    """The dump as its store holds it now, whatever was fetched before; kept for later stages that have none."""
+    store, manifest = _named_dump(ref, settings)
+    kept = _dump_folder(ref, settings)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".again-", dir=kept.parent) as scratch:
+        fresh = Path(scratch) / ref.sha256
+        _fetch(store, manifest, fresh)
+        keep(kept, fresh.rename)
+        yield fresh if fresh.exists() else kept
+
+
+def _named_dump(ref: DumpRef, settings: Settings) -> tuple[Store, Manifest]:
     store = open_store(ref.uri, settings)
     manifest = read_manifest(ref.uri, store)
     if manifest.digest() != ref.sha256:
@@ -36,16 +64,41 @@ def fetch_dump(ref: DumpRef, settings: Settings) -> Path:
             f"{ref.uri} holds a dump with manifest digest {manifest.digest()[:16]}, the reference names "
             f"{ref.sha256[:16]}: it was replaced after the reference was made"
         )
-    folder = settings.root / "cache" / "dumps" / ref.sha256
-    if (folder / MANIFEST_NAME).exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    return store, manifest
+
+
+def _dump_folder(ref: DumpRef, settings: Settings) -> Path:
+    return settings.root / "cache" / "dumps" / ref.sha256
+
+
+def _fetch(store: Store, manifest: Manifest, folder: Path) -> None:
+    from eagle3.dump.writer import write_manifest
+
+    folder.mkdir()
     entries: tuple[FileEntry, ...] = (*manifest.shards, manifest.samples)
     for entry in entries:
         store.get_file(entry.name, folder / entry.name, sha256=entry.sha256, size=entry.bytes)
-    from eagle3.dump.writer import write_manifest
-
     write_manifest(folder, manifest)
+
+
+def keep(folder: Path, make: Callable[[Path], object]) -> Path:
+    """The cached `folder`; where there is none, what `make(path)` puts at a path of its own beside it, renamed.
+
+    Several processes may make the same folder at once: the first one's stays, and all of them use it.
+    """
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    try:
+        make(scratch / folder.name)
+        try:
+            (scratch / folder.name).rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
@@ -75,38 +128,66 @@ def fetch_checkpoint(ref: CheckpointRef, settings: Settings) -> "tuple[Path, Che
             f"{ref.uri} holds a drafter with contract digest {contract.digest()[:16]}, the reference names "
             f"{ref.sha256[:16]}"
         )
-    folder = settings.root / "cache" / "drafters" / ref.sha256
-    if not folder.exists():
-        partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+
+    def fetch(folder: Path) -> None:
+        folder.mkdir()
         for name in _CHECKPOINT_FILES:
-            store.get_file(name, partial / name)
-        partial.rename(folder)
+            store.get_file(name, folder / name)
+        load_checkpoint(folder)  # a damaged one is not kept
+
+    folder = keep(drafter_folder(ref.sha256, settings), fetch)
     checkpoint = load_checkpoint(folder)
     if checkpoint.contract != contract:
         raise WrongArtifact(f"{folder} is not the drafter that {ref.uri} names: remove that folder and run again")
     return folder, checkpoint
 
 
+def drafter_folder(contract_sha256: str, settings: Settings) -> Path:
+    """Where a drafter lies on this machine once it was trained or fetched."""
+    return settings.root / "cache" / "drafters" / contract_sha256
+
+
 def verify_dump(uri: str, settings: Settings) -> "EvidenceReport":
-    """Integrity of a dump wherever it lies; CannotCheck where it cannot be read."""
+    """Integrity of a dump at a URI or in a folder: a file that is missing or damaged is a failed check that names it.
+
+    CannotCheck where the store does not answer, or where there is no manifest to check against.
+    """
     from eagle3.evidence.validate import verify_integrity
 
     if "://" not in uri:
         uri = Path(uri).expanduser().resolve().as_uri()
+    store = open_store(uri, settings)
     try:
         if uri.startswith("file://"):
-            return verify_integrity(Path(uri.removeprefix("file://")))
-        store = open_store(uri, settings)
-        manifest = read_manifest(uri, store)
-        folder = settings.root / "cache" / "verify" / manifest.digest()
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            for name in (MANIFEST_NAME, manifest.samples.name, *(shard.name for shard in manifest.shards)):
-                store.get_file(name, folder / name)
+            folder = Path(url2pathname(urlsplit(uri).path))
+            if not (folder / MANIFEST_NAME).exists():
+                raise CannotCheck(f"{folder} has no {MANIFEST_NAME}: it is no dump, or one that was never finished")
             return verify_integrity(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    except (StoreError, DumpError) as error:
+        return _verify_stored(uri, store, settings)
+    except StoreError as error:
         raise CannotCheck(str(error)) from None
+
+
+def _verify_stored(uri: str, store: Store, settings: Settings) -> "EvidenceReport":
+    """File by file through a folder of this call's own, so that a dump larger than the disk can be checked too."""
+    from eagle3.dump.writer import write_manifest
+    from eagle3.evidence.integrity import FileIntegrity
+    from eagle3.evidence.report import EvidenceReport
+
+    manifest = read_manifest(uri, store)
+    parent = settings.root / "staging"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=parent) as name:
+        folder = Path(name)
+        write_manifest(folder, manifest)
+        files = FileIntegrity(folder, manifest.digest())
+        files.see_manifest()
+        for entry in (manifest.samples, *manifest.shards):
+            try:
+                store.get_file(entry.name, folder / entry.name, sha256=entry.sha256, size=entry.bytes)
+            except (MissingObject, StoreCorrupt) as error:
+                files.see_broken(entry, str(error))
+                continue
+            files.see_file(entry)
+            (folder / entry.name).unlink()
+    return EvidenceReport(dump_sha256=manifest.digest(), checks=tuple(files.conclude()), created_at=datetime.now(UTC))

@@ -12,20 +12,20 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from eagle3.acceptance.definitions import RequestCounts, summarise
+from eagle3.acceptance.definitions import summarise
 from eagle3.capture import CapturePoint
-from eagle3.contract import DrafterContract
-from eagle3.conventions import EngineIds, ids_of, points_of
+from eagle3.conventions import ConventionError, EngineIds, ids_of, points_of
 from eagle3.errors import Eagle3Error
-from eagle3.prompts import Prompt, TokenizedPrompt, load_prompts, split_prompts, tokenize
+from eagle3.prompts import TokenizedPrompt
 from infra.settings import Settings
 from tasks.artifacts import fetch_checkpoint
+from tasks.inputs import PromptFile, further_prompts, prompt_parts, tell_ignored
 from tasks.params import BenchmarkParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
 from tasks.results import PLAIN, RIGHT, WRONG, ServedFigure
 from tasks.serving import draft_config, log_path
-from tasks.targets import fresh_folder, open_target
+from tasks.targets import fresh_folder, open_target, target_differences
 
 if TYPE_CHECKING:
     from eagle3.drafter.checkpoint import Checkpoint
@@ -40,12 +40,12 @@ class BenchmarkRefused(Eagle3Error):
 
 
 @dataclass(frozen=True)
-class PromptFile:
-    """Prompts of one file, ready to send."""
+class Served:
+    """A drafter's folder, the layer ids in its config.json, and the points that they must mean where it is served."""
 
-    name: str
-    sha256: str
-    prompts: tuple[TokenizedPrompt, ...]
+    folder: Path
+    ids: EngineIds
+    points: tuple[CapturePoint, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def serve_and_measure(params: BenchmarkParams, settings: Settings) -> Measured:
     contract = checkpoint.contract
     check_contract(checkpoint, target)
     files = _prompt_files(params, target)
+    tell_ignored(*files)
     heldout, also = files[0], files[1:]
     wrong_prompts = heldout.prompts[: params.mismatch.num_prompts] if params.mismatch else ()
     total = 2 * len(heldout.prompts) + sum(len(file.prompts) for file in also) + len(wrong_prompts)
@@ -75,49 +76,70 @@ def serve_and_measure(params: BenchmarkParams, settings: Settings) -> Measured:
             bench = _Bench(params, settings, target, progress)
             plain = bench.serve(PLAIN, None, [heldout])[0]
             bench.expected = {prompt.id: answer.output_ids for prompt, answer in plain.answers}
-            right = bench.serve(RIGHT, drafter, files)
-            served = [plain.figure, *(run.figure for run in right)]
+            right = bench.serve(RIGHT, Served(drafter, checkpoint.engine_ids, contract.capture.aux), files)
+            figures = [plain.figure, *(run.figure for run in right)]
             if params.mismatch:
-                folder = with_layers(
-                    drafter, work / "wrong", params.mismatch.points, checkpoint.engine_ids, target.num_layers
+                wrong = with_layers(
+                    drafter, work / "wrong", params.mismatch.points, checkpoint.engine_ids, bench.version, target
                 )
                 chosen = PromptFile(heldout.name, heldout.sha256, wrong_prompts)
-                wrong = bench.serve(WRONG, folder, [chosen], params.mismatch.points)
-                served.append(wrong[0].figure)
+                figure = bench.serve(WRONG, wrong, [chosen])[0].figure
+                paired = summarise([answer.counts for _, answer in right[0].answers[: len(wrong_prompts)]], params.spec)
+                figures.append(figure.model_copy(update={"right_length": paired.length}))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Measured(tuple(_with_points(figure, contract) for figure in served), files, bench.engine)
+    return Measured(tuple(figures), files, bench.engine)
 
 
 def check_contract(checkpoint: "Checkpoint", target: "Target") -> None:
-    """Before the first prompt: the target is the contract's, and the layer ids mean the contract's points."""
+    """Before a server starts: the target is the contract's, and the layer ids mean the contract's points."""
     contract, ids = checkpoint.contract, checkpoint.engine_ids
-    if target.identity() != contract.target:
+    if differences := target_differences(target, contract.target, contract.tokenizer):
         raise BenchmarkRefused(
-            f"the drafter was trained for {contract.target.name} (weights {contract.target.weights_sha256[:16]}), the "
-            f"target here has weights {target.identity().weights_sha256[:16]}"
+            f"the target {target.path} is not {contract.target.name}, for which the drafter was trained: "
+            f"{'; '.join(differences)}"
         )
-    served = points_of(ids, target.num_layers)
-    if served != contract.capture.aux:
-        raise BenchmarkRefused(
-            f"the drafter was trained on {', '.join(contract.capture.aux)}; its config.json asks for {list(ids.ids)}, "
-            f"which captures {', '.join(served)} on {ids.model_class} in SGLang {ids.version}"
-        )
+    check_served(ids, ids.version, contract.capture.aux, target)
 
 
-def with_layers(folder: Path, copy: Path, points: Sequence[CapturePoint], served: EngineIds, num_layers: int) -> Path:
-    """The same weights with another layer list in config.json: the mistake, made on purpose."""
-    ids = ids_of(
-        points, engine=served.engine, version=served.version, model_class=served.model_class, num_layers=num_layers
+def check_served(ids: EngineIds, version: str, points: tuple[CapturePoint, ...], target: "Target") -> None:
+    """Refuse a drafter whose layer ids mean other points on the SGLang that serves it than `points`."""
+    serving = ids.model_copy(update={"version": version, "model_class": target.model_class})
+    asked = f"the drafter's config.json asks SGLang {version} for {list(ids.ids)} on {target.model_class}"
+    try:
+        served = points_of(serving, target.num_layers)
+    except ConventionError as error:
+        raise BenchmarkRefused(f"{asked}, and what that captures is not known: {error}") from None
+    if served == points:
+        return
+    try:
+        right = ids_of(
+            points, engine=ids.engine, version=version, model_class=target.model_class, num_layers=target.num_layers
+        )
+        mend = f"Right there: {list(right.ids)}. Export the drafter for SGLang {version}, or serve it on {ids.version}."
+    except ConventionError as error:
+        mend = f"{error}"
+    raise BenchmarkRefused(
+        f"{asked}, which captures {', '.join(served)}; it must be served {', '.join(points)} (its ids were written for "
+        f"{ids.model_class} in SGLang {ids.version}). {mend}"
     )
-    if len(ids.ids) != len(served.ids):
-        raise BenchmarkRefused(f"a mismatch needs {len(served.ids)} points, as many as the drafter; got {len(ids.ids)}")
+
+
+def with_layers(
+    folder: Path, copy: Path, points: tuple[CapturePoint, ...], ids: EngineIds, version: str, target: "Target"
+) -> Served:
+    """The same weights with another layer list in config.json: the mistake, made on purpose, for this SGLang."""
+    wrong = ids_of(
+        points, engine=ids.engine, version=version, model_class=target.model_class, num_layers=target.num_layers
+    )
+    if len(wrong.ids) != len(ids.ids):
+        raise BenchmarkRefused(f"a mismatch needs {len(ids.ids)} points, as many as the drafter; got {len(wrong.ids)}")
     copy.mkdir(parents=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config[_LAYER_IDS[0]][_LAYER_IDS[1]] = list(ids.ids)
+    config[_LAYER_IDS[0]][_LAYER_IDS[1]] = list(wrong.ids)
     (copy / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     (copy / "model.safetensors").symlink_to(folder / "model.safetensors")
-    return copy
+    return Served(copy, wrong, points)
 
 
 @dataclass(frozen=True)
@@ -135,34 +157,28 @@ class _Bench:
     expected: dict[str, tuple[int, ...]] | None = None
     engine: dict[str, str] = field(default_factory=dict)
 
-    def serve(
-        self,
-        label: str,
-        drafter: Path | None,
-        files: Sequence[PromptFile],
-        points: tuple[CapturePoint, ...] | None = None,
-    ) -> list[_Run]:
-        """Start a server, answer every file's prompts, end it."""
+    @property
+    def version(self) -> str:
+        """Of the SGLang that served last."""
+        return self.engine["engine_version"]
+
+    def serve(self, label: str, drafter: Served | None, files: Sequence[PromptFile]) -> list[_Run]:
+        """Start a server, answer every file's prompts, end it. No prompt is sent where the layer ids mean others."""
         from infra.sglang.server import start_server
 
         self.progress.note(f"{label}: SGLang starts")
-        config = draft_config(self.params, self.target.path, drafter)
-        name = "benchmark-" + label.replace(" ", "-").replace(",", "")
-        with start_server(config, settings=self.settings, log_path=log_path(self.settings, name)) as server:
+        config = draft_config(self.params, self.target.path, drafter.folder if drafter else None)
+        log = log_path(self.settings, "benchmark-" + label.replace(" ", "-").replace(",", ""))
+        wait = self.progress.wait(f"{label}: SGLang starts")
+        with start_server(config, settings=self.settings, log_path=log, on_wait=wait) as server:
             info = server.client.server_info()
+            if drafter:
+                check_served(drafter.ids, info.version, drafter.points, self.target)
             self.engine = {"engine_version": info.version, "dtype": str(info.dtype), "device": str(info.device)}
             self.progress.begin(label)
-            return [self._answer(label, server.client, file, points, drafting=drafter is not None) for file in files]
+            return [self._answer(label, server.client, file, drafter) for file in files]
 
-    def _answer(
-        self,
-        label: str,
-        client: "SglangClient",
-        file: PromptFile,
-        points: tuple[CapturePoint, ...] | None,
-        *,
-        drafting: bool,
-    ) -> _Run:
+    def _answer(self, label: str, client: "SglangClient", file: PromptFile, drafter: Served | None) -> _Run:
         from infra.sglang.client import GenerateRequest
 
         # The first requests of a server pay for what is made once; they are not counted.
@@ -181,11 +197,11 @@ class _Bench:
         return _Run(
             figure=ServedFigure(
                 label=label,
-                points=points,
+                points=drafter.points if drafter else None,
                 prompts=file.name,
                 num_prompts=len(answers),
                 tokens_per_second=sum(len(answer.output_ids) for answer in answers) / seconds,
-                acceptance=summarise([_counts(answer) for answer in answers], self.params.spec) if drafting else None,
+                acceptance=summarise([answer.counts for answer in answers], self.params.spec) if drafter else None,
                 same_text=self._same_text(file, answers),
             ),
             answers=tuple(zip(file.prompts, answers, strict=True)),
@@ -201,43 +217,10 @@ class _Bench:
         )
 
 
-def _counts(answer: "Generated") -> RequestCounts:
-    """Per-request counts; an answer of one token had no verification."""
-    if answer.spec is None:
-        return RequestCounts(verifications=0, correct=0, proposed=0)
-    return RequestCounts(
-        verifications=answer.spec.verify_ct,
-        correct=answer.spec.num_correct_drafts,
-        proposed=answer.spec.num_proposed_drafts,
-        histogram=answer.spec.correct_drafts_histogram,
-    )
-
-
-def _with_points(figure: ServedFigure, contract: DrafterContract) -> ServedFigure:
-    return figure.model_copy(update={"points": contract.capture.aux}) if figure.label == RIGHT else figure
-
-
 def _prompt_files(params: BenchmarkParams, target: "Target") -> tuple[PromptFile, ...]:
-    loaded = load_prompts(Path(params.prompts.file))
-    _, heldout = split_prompts(
-        loaded, num_train=params.prompts.num_train, num_heldout=params.prompts.num_heldout, seed=params.prompts.seed
-    )
-    files = [PromptFile(f"{loaded.name} (held out)", loaded.sha256, _tokens(heldout, params, target))]
-    for name in params.also:
-        more = load_prompts(Path(name))
-        files.append(PromptFile(more.name, more.sha256, _tokens(more.prompts[: params.also_prompts], params, target)))
-    return tuple(files)
-
-
-def _tokens(prompts: Sequence[Prompt], params: BenchmarkParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
-    return tuple(
-        tokenize(
-            prompts,
-            target.tokenizer(),
-            context_length=target.context_length,
-            max_new_tokens=params.answers.max_new_tokens,
-        )
-    )
+    _, heldout = prompt_parts(params.prompts, params.answers, target)
+    also = (further_prompts(name, params.also_prompts, params.answers, target) for name in params.also)
+    return (heldout, *also)
 
 
 @task(name="record benchmark", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
@@ -292,6 +275,8 @@ def _metrics(served: ServedFigure) -> dict[str, float]:
     if served.acceptance:
         metrics[f"{prefix}.acceptance_length"] = served.acceptance.length
         metrics[f"{prefix}.acceptance_rate"] = served.acceptance.rate
+        if served.right_length is not None:
+            metrics[f"{prefix}.right_length"] = served.right_length
         for position, share in enumerate(served.acceptance.unconditional, start=1):
             metrics[f"{prefix}.accepted_at_{position}"] = share
     return metrics

@@ -1,32 +1,34 @@
 """Extraction: prompts are answered by SGLang, the tap's rows become shards, the manifest is written last."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from eagle3.conventions import EngineIds, ids_of
-from eagle3.conventions.sglang import live_points
+from eagle3.conventions import EngineIds
 from eagle3.digests import sha256_ids, sha256_json
-from eagle3.dump.manifest import (
-    MANIFEST_NAME,
-    EngineRecord,
-    Generation,
-    LiveCapture,
-    Manifest,
-    ShardEntry,
-    spec_digest,
-)
-from eagle3.errors import Eagle3Error
-from eagle3.prompts import TokenizedPrompt, load_prompts, split_prompts, tokenize
+from eagle3.dump.manifest import MANIFEST_NAME, EngineRecord, Generation, Manifest, spec_digest
+from eagle3.prompts import TokenizedPrompt
 from eagle3.refs import DumpRef
 from infra.settings import Settings
-from infra.store import Store, open_store
+from infra.store import open_store
+from tasks.capture_session import CaptureRefused, Session, check_server
+from tasks.inputs import (
+    bytes_per_token,
+    check_room,
+    most_bytes,
+    prompt_parts,
+    resolve_ids,
+    states_dtype,
+    tell_ignored,
+    touch_store,
+)
 from tasks.params import ExtractParams
 from tasks.progress import StageProgress
 from tasks.provenance import git_commit, package_versions, prefect_run_url
@@ -34,13 +36,9 @@ from tasks.serving import capture_config, log_path
 from tasks.targets import fresh_folder, open_target
 
 if TYPE_CHECKING:
-    from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter
+    from eagle3.dump.writer import DumpFiles
     from eagle3.target import Target
-    from infra.sglang.client import Generated, SglangClient
-
-
-class CaptureRefused(Eagle3Error):
-    """The server would deliver other states than the ones asked for, or not all of them."""
+    from infra.sglang.server import SglangServer
 
 
 @dataclass(frozen=True)
@@ -68,34 +66,63 @@ def capture_dump(params: ExtractParams, settings: Settings) -> Captured:
 
 
 def _capture(params: ExtractParams, settings: Settings, work: Path, progress: StageProgress) -> Captured:
-    from infra.sglang.installed import sglang_version
-    from infra.sglang.server import start_server
-
+    touch_store(open_store(settings.store, settings))
     target = open_target(params.target, settings, progress.note)
-    params.capture.check_target(target.num_layers)
-    prompts = _prompts(params, target)
-    ids = ids_of(
-        params.capture.aux,
-        engine="sglang",
-        version=sglang_version(settings),
-        model_class=target.model_class,
-        num_layers=target.num_layers,
-    )
-    config = capture_config(params, target.path, ids, work / "tap")
-    progress.note("SGLang starts")
-    with start_server(config, settings=settings, log_path=log_path(settings, f"extract-{params.name}")) as server:
-        session = _Session(params, target, ids, work / "tap", server.client, progress)
-        flags, source = session.check_server()
-        live = session.check_live_model(prompts[0])
-        asked = _Asked(params, target, prompts, Generation(source=source, max_new_tokens=params.answers.max_new_tokens))
+    train, heldout = prompt_parts(params.prompts, params.answers, target)  # the benchmark's prompts must fit too
+    tell_ignored(train, heldout)
+    per_token = bytes_per_token(params.capture, target.hidden_size, states_dtype(params.serving, target, settings))
+    bound = most_bytes(train.prompts, params.answers.max_new_tokens, per_token)
+    check_room(work, bound + min(bound, params.shard_mib * 2**20))  # every row once, and a shard on its way
+    with _serving(params, target, settings, work, progress) as (server, ids, staging):
+        check_room(staging, bound)  # an attached server's may be another disk
+        info = server.client.server_info()
+        source = check_server(info, ids, params.answers.source)
+        session = Session(params, target, ids, staging, server.client)
+        live = session.check_live_model(train.prompts[0])
+        generation = Generation(source=source, max_new_tokens=params.answers.max_new_tokens)
+        asked = _Asked(params, target, train.prompts, generation)
         uri = f"{settings.store}/dumps/{params.name}/{datetime.now(UTC):%Y%m%d-%H%M%S}-{asked.digest()[:8]}"
         store = open_store(uri, settings)
-        files = session.capture(prompts, source, work / "shards", store)
+        files = session.capture(train.prompts, source, work / "shards", store, progress)
     progress.note("the manifest is written")
+    flags = info.model_dump(mode="json", exclude_none=True)
     manifest = asked.manifest(files, EngineRecord(version=ids.version, ids=ids, live=live, flags=flags))
     store.put_file(files.samples.name, work / "shards" / files.samples.name, sha256=files.samples.sha256)
     store.put_bytes(MANIFEST_NAME, manifest.canonical(), if_absent=True)
     return Captured(DumpRef(uri=uri, sha256=manifest.digest()), manifest)
+
+
+@contextmanager
+def _serving(
+    params: ExtractParams, target: "Target", settings: Settings, work: Path, progress: StageProgress
+) -> "Iterator[tuple[SglangServer, EngineIds, Path]]":
+    """A server, the ids that it should capture, and its staging folder. One that was attached to is left running."""
+    from infra.sglang.installed import sglang_version
+    from infra.sglang.server import attach, start_server
+
+    def ids_in(version: str) -> EngineIds:
+        return resolve_ids(
+            params.capture, version=version, model_class=target.model_class, num_layers=target.num_layers
+        )
+
+    serving = params.serving
+    if serving.attach and serving.attach_staging:
+        staging = Path(serving.attach_staging).expanduser().resolve()
+        if not staging.is_dir():
+            raise CaptureRefused(
+                f"serving.attach_staging is {staging}, which is no folder of this machine: name the EAGLE3_TAP_DIR of "
+                f"the server at {serving.attach} as this worker sees it"
+            )
+        with attach(serving.attach, settings=settings) as server:
+            progress.note(f"attached to {serving.attach}")
+            yield server, ids_in(server.client.server_info().version), staging
+        return
+    ids = ids_in(sglang_version(settings))
+    config = capture_config(params, target.path, ids, work / "tap")
+    progress.note("SGLang starts")
+    log = log_path(settings, f"extract-{params.name}")
+    with start_server(config, settings=settings, log_path=log, on_wait=progress.wait("SGLang starts")) as server:
+        yield server, ids, work / "tap"
 
 
 @dataclass(frozen=True)
@@ -139,157 +166,6 @@ class _Asked:
             packages=package_versions(),
             git_commit=git_commit(),
         )
-
-
-def _prompts(params: ExtractParams, target: "Target") -> list[TokenizedPrompt]:
-    train, _ = split_prompts(
-        load_prompts(Path(params.prompts.file)),
-        num_train=params.prompts.num_train,
-        num_heldout=params.prompts.num_heldout,
-        seed=params.prompts.seed,
-    )
-    return tokenize(
-        train,
-        target.tokenizer(),
-        context_length=target.context_length,
-        max_new_tokens=params.answers.max_new_tokens,
-    )
-
-
-@dataclass
-class _Session:
-    """One extraction on one running server."""
-
-    params: ExtractParams
-    target: "Target"
-    ids: EngineIds
-    staging: Path
-    client: "SglangClient"
-    progress: StageProgress
-
-    def check_server(self) -> tuple[dict[str, object], Literal["while_answering", "answer_then_prefill"]]:
-        """The server's own answer, before the first prompt: its flags, and how states may be captured."""
-        from infra.sglang.info import capture_problems, decode_graphs_off
-
-        info = self.client.server_info()
-        problems = capture_problems(info, self.ids)
-        if problems:
-            raise CaptureRefused("this server would not deliver every state:\n- " + "\n- ".join(problems))
-        wanted, off = self.params.answers.source, decode_graphs_off(info)
-        if wanted == "while_answering" and not off:
-            raise CaptureRefused(
-                "capturing while answering needs decode graphs off: a Python hook does not run when a CUDA graph is "
-                "replayed. Set serving.disable_decode_graphs, or answers.source to answer_then_prefill."
-            )
-        if wanted == "auto":
-            wanted = "while_answering" if off else "answer_then_prefill"
-        return info.model_dump(mode="json", exclude_none=True), wanted
-
-    def check_live_model(self, prompt: TokenizedPrompt) -> LiveCapture:
-        """One request, and what the tap then says of the running model: its capture list against the one asked for."""
-        from infra.sglang.staging import clear, read_live
-
-        rid = "check-000000"
-        self._answer([(rid, prompt.input_ids, 1, True)], lambda _answer: None)
-        clear(self.staging, rid)
-        live = read_live(self.staging)
-        delivered = live_points(live.layers_to_capture, self.target.num_layers)
-        if delivered != self.params.capture.aux:
-            raise CaptureRefused(
-                f"asked for {', '.join(self.params.capture.aux)} with ids {list(self.ids.ids)}, but the live "
-                f"{live.model_class} captures {', '.join(delivered)} (layers_to_capture "
-                f"{list(live.layers_to_capture)}): this build of SGLang means something else by these ids"
-            )
-        return LiveCapture(
-            model_class=live.model_class, layers_to_capture=live.layers_to_capture, tap_version=live.tap_version
-        )
-
-    def capture(self, prompts: Sequence[TokenizedPrompt], source: str, folder: Path, store: Store) -> "DumpFiles":
-        """Every prompt answered and captured; shards go to the store as they are full."""
-        self.progress.begin("answering and capturing", total=len(prompts))
-        from eagle3.dump.writer import DumpWriter
-
-        def upload(path: Path, entry: ShardEntry) -> None:
-            store.put_file(entry.name, path, sha256=entry.sha256)
-
-        writer = DumpWriter(
-            folder,
-            self.params.capture,
-            hidden_size=self.target.hidden_size,
-            shard_bytes=self.params.shard_mib * 2**20,
-            on_shard=upload,
-        )
-        if source == "while_answering":
-            self._while_answering(prompts, writer)
-        else:
-            self._answer_then_prefill(prompts, writer)
-        return writer.finish()
-
-    def _while_answering(self, prompts: Sequence[TokenizedPrompt], writer: "DumpWriter") -> None:
-        by_rid = {f"cap-{n:06d}": prompt for n, prompt in enumerate(prompts)}
-
-        def take(answer: "Generated") -> None:
-            writer.add(self._sample(by_rid[answer.rid], answer.rid, answer))
-            self.progress.advance()
-
-        most = self.params.answers.max_new_tokens
-        self._answer([(rid, prompt.input_ids, most, True) for rid, prompt in by_rid.items()], take)
-
-    def _answer_then_prefill(self, prompts: Sequence[TokenizedPrompt], writer: "DumpWriter") -> None:
-        """Two passes: answers with decode graphs on; then prompt + answer read once, whose rows are prefill's."""
-        by_rid = {f"ans-{n:06d}": prompt for n, prompt in enumerate(prompts)}
-        answers: dict[str, Generated] = {}
-
-        def keep(answer: "Generated") -> None:
-            answers[answer.rid] = answer
-            self.progress.advance(0.5)
-
-        most = self.params.answers.max_new_tokens
-        self._answer([(rid, prompt.input_ids, most, False) for rid, prompt in by_rid.items()], keep)
-
-        def take(prefilled: "Generated") -> None:
-            rid = f"ans-{prefilled.rid[4:]}"
-            writer.add(self._sample(by_rid[rid], prefilled.rid, answers[rid]))
-            self.progress.advance(0.5)
-
-        texts = [
-            (f"cap-{rid[4:]}", (*prompt.input_ids, *answers[rid].output_ids[:-1]), 1, True)
-            for rid, prompt in by_rid.items()
-        ]
-        self._answer(texts, take)
-
-    def _answer(
-        self, requests: Sequence[tuple[str, Sequence[int], int, bool]], on_done: "Callable[[Generated], None]"
-    ) -> None:
-        """Send requests (rid, input ids, most new tokens, tapped); `on_done` runs in this thread, as each arrives."""
-        from infra.sglang.client import GenerateRequest
-
-        batch = [
-            GenerateRequest(rid=rid, input_ids=tuple(ids), max_new_tokens=most, tap=tap)
-            for rid, ids, most, tap in requests
-        ]
-        self.client.generate_many(batch, streams=self.params.serving.streams, on_done=on_done)
-
-    def _sample(self, prompt: TokenizedPrompt, rid: str, answer: "Generated") -> "CapturedSample":
-        """The staged rows of request `rid` as a sample of the dump; the staged file is removed."""
-        from eagle3.dump.writer import CapturedSample
-        from infra.sglang.staging import clear, read_staged, why_missing
-
-        path = self.staging / f"{rid}.safetensors"
-        if not path.exists():
-            raise CaptureRefused(f"prompt {prompt.id}: no rows were captured: {why_missing(self.staging, rid)}")
-        rows = read_staged(path, num_slots=len(self.params.capture.aux), hidden_size=self.target.hidden_size)
-        sample = CapturedSample(
-            id=prompt.id,
-            input_ids=rows.input_ids,
-            last_token_id=answer.output_ids[-1],
-            prompt_tokens=len(prompt.input_ids),
-            output_tokens=len(answer.output_ids),
-            finish_reason=answer.finish_reason,
-            states=dict(zip(self.params.capture.points, (*rows.aux, rows.final), strict=True)),
-        )
-        clear(self.staging, rid)
-        return sample
 
 
 @task(name="record extraction", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)

@@ -16,6 +16,7 @@ from eagle3.refs import CheckpointRef, DumpRef
 from eagle3.training.config import TrainingConfig
 
 DEMO_TARGET = "smollm2"
+ALSO_PROMPTS = 24  # of each further prompt file
 
 
 class ParamsError(Eagle3Error, ValueError):
@@ -46,7 +47,8 @@ class TargetParams(_Params):
     path: str = Field(
         DEMO_TARGET,
         title="Folder",
-        description="A Hugging Face folder on the worker, or `smollm2` for the demo's model",
+        description="A Hugging Face folder on the worker, or `smollm2` for the demo's model. A relative path starts in "
+        "the project's folder; `eagle3 run` looks in your own folder first",
         examples=["smollm2", "models/kimi-k2.5"],
     )
     trust_remote_code: bool = Field(
@@ -75,6 +77,22 @@ class ServingParams(_Params):
         False, title="No decode graphs", description="Needed to capture while answering on a GPU"
     )
     extra_args: tuple[str, ...] = Field((), title="More SGLang arguments", examples=[["--mem-fraction-static", "0.8"]])
+    attach: str | None = Field(
+        None,
+        pattern=r"^https?://[^@\s]+$",
+        title="Attach",
+        description="Extraction only: URL of a running SGLang server with the tap and its flags; unset: one is started",
+        examples=["http://127.0.0.1:30000"],
+    )
+    attach_staging: str | None = Field(
+        None, title="Its staging folder", description="That server's EAGLE3_TAP_DIR, as this worker sees it"
+    )
+
+    @model_validator(mode="after")
+    def _attach_is_whole(self) -> Self:
+        if (self.attach is None) != (self.attach_staging is None):
+            raise ParamsError("attach and attach_staging belong together: the server's URL and its EAGLE3_TAP_DIR")
+        return self
 
 
 class PromptParams(_Params):
@@ -85,7 +103,8 @@ class PromptParams(_Params):
     file: str = Field(
         "examples/word_problems.jsonl",
         title="File",
-        description="JSON lines on the worker: `turns` (MT-bench), `messages` (OpenAI) or `prompt`",
+        description="JSON lines on the worker: `turns` (MT-bench), `messages` (OpenAI) or `prompt`. A relative path "
+        "starts in the project's folder; `eagle3 run` looks in your own folder first",
     )
     num_train: int | None = Field(None, ge=1, title="Training prompts", description="Unset: all that are not held out")
     num_heldout: int = Field(24, ge=1, title="Held-out prompts", description="For the benchmark; never trained on")
@@ -160,7 +179,6 @@ class TrainParams(_Params):
         8, ge=0, title="Samples of the simulation", description="Taken out of the dump; at most a fifth of it"
     )
     threads: int = Field(2, ge=1, title="CPU threads", description="Used on a CPU only")
-    engine_version: str = Field("0.5.23", title="SGLang version", description="Whose convention the layer ids follow")
 
 
 class MismatchParams(_Params):
@@ -190,7 +208,7 @@ class BenchmarkParams(_Params):
     spec: SpecSettings = SpecSettings.chain(3)
     mismatch: MismatchParams | None = Field(MismatchParams(), description="Unset: not served")
     also: tuple[str, ...] = Field((), title="More prompt files", description="Reported beside the held-out prompts")
-    also_prompts: int = Field(24, ge=1, title="Prompts of each further file")
+    also_prompts: int = Field(ALSO_PROMPTS, ge=1, title="Prompts of each further file")
 
 
 class RegisterParams(_Params):
@@ -220,7 +238,11 @@ class PipelineParams(_Params):
     spec: SpecSettings = SpecSettings.chain(3)
     mismatch: MismatchParams | None = MismatchParams()
     also: tuple[str, ...] = Field((), title="More prompt files", description="Reported beside the held-out prompts")
-    engine_version: str = Field("0.5.23", title="SGLang version", description="The one on the worker")
+    plan_engine_version: str = Field(
+        "0.5.23",
+        title="SGLang version of a plan",
+        description="Used by a dry run on a machine without SGLang; a run takes the version that serves",
+    )
     register_as: RegisterParams = RegisterParams()
 
     @model_validator(mode="after")
@@ -254,7 +276,7 @@ class PipelineParams(_Params):
         return ValidateParams(dump=dump, target=self.target)
 
     def train(self, dump: DumpRef) -> TrainParams:
-        shared = {"name", "target", "drafter", "training", "engine_version"}
+        shared = {"name", "target", "drafter", "training"}
         return TrainParams(dump=dump, threads=self.serving.threads, **{field: getattr(self, field) for field in shared})
 
     def benchmark(self, checkpoint: CheckpointRef, model_id: str) -> BenchmarkParams:

@@ -4,15 +4,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eagle3.conventions import EngineIds, ids_of
+from eagle3.conventions import EngineIds
 from eagle3.prompts import load_prompts, split_prompts
 from infra.settings import Settings
 from infra.sglang.launch import LaunchPlan, launch_plan
+from tasks.inputs import bytes_per_token, plan_version, resolve_ids, states_dtype
 from tasks.params import DEMO_TARGET, PipelineParams, TargetShape
 from tasks.serving import capture_config
 from tasks.targets import open_target, target_folder
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PLAN_PORT = 30000
 
 
@@ -39,11 +39,9 @@ class Plan(BaseModel):
 def plan_pipeline(params: PipelineParams, settings: Settings) -> Plan:
     """Resolve everything that can be resolved without a server."""
     shape, shape_from, folder = _shape(params, settings)
-    params.capture.check_target(shape.num_layers)
-    ids = ids_of(
-        params.capture.aux,
-        engine="sglang",
-        version=params.engine_version,
+    ids = resolve_ids(
+        params.capture,
+        version=plan_version(params, settings),
         model_class=shape.model_class,
         num_layers=shape.num_layers,
     )
@@ -51,7 +49,7 @@ def plan_pipeline(params: PipelineParams, settings: Settings) -> Plan:
     config = capture_config(params.extraction(), folder, ids, staging)
     launch: LaunchPlan = launch_plan(config, _PLAN_PORT, settings)
     num_prompts, prompts_from = _prompts(params)
-    per_token = len(params.capture.points) * shape.hidden_size * _BYTES[shape.dtype]
+    per_token = bytes_per_token(params.capture, shape.hidden_size, shape.dtype)
     return Plan(
         name=params.name,
         target=str(folder),
@@ -74,14 +72,13 @@ def _shape(params: PipelineParams, settings: Settings) -> tuple[TargetShape, str
     if params.target.path != DEMO_TARGET and params.target.shape and not named.exists():
         return params.target.shape, "the configuration (the target's folder is not on this machine)", named
     target = open_target(params.target, settings)
-    dtype = params.serving.dtype if params.serving.dtype != "auto" else target.dtype
     shape = TargetShape.model_validate(
         {
             "model_class": target.model_class,
             "num_layers": target.num_layers,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
-            "dtype": dtype,
+            "dtype": states_dtype(params.serving, target, settings),
         }
     )
     return shape, "config.json", target_folder(params.target, settings)

@@ -1,6 +1,7 @@
 """Progress of a long stage: what, how far, how long still. A Prefect artifact: UI and terminal show the same."""
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 from uuid import UUID
@@ -45,6 +46,10 @@ class StageProgress:
         self._note = text
         self._shown = 0.0
         self.advance(0)
+
+    def wait(self, text: str) -> Callable[[float, str], None]:
+        """Something starts that says nothing of its end: what to call with (seconds so far, its last log line)."""
+        return lambda seconds, _line: self.advance(0, f"{text}: {seconds:.0f} s so far")
 
     def begin(self, note: str, total: float | None = None) -> None:
         """The counted work begins, or goes on after a wait: what came before is not part of its pace."""

@@ -6,6 +6,7 @@ from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from eagle3.acceptance.definitions import AcceptanceFigure
 from eagle3.errors import Eagle3Error
 from infra.settings import Settings
 from tasks.params import PipelineParams
@@ -17,7 +18,6 @@ class NotRegistered(Eagle3Error):
     """A drafter that must not get the alias."""
 
 
-@task(name="register", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
 def register_drafter(
     params: PipelineParams,
     *,
@@ -28,17 +28,49 @@ def register_drafter(
     started: float,
     settings: Settings,
 ) -> PipelineResult:
-    """Register, move the alias, and put the links where a person looks."""
-    from infra.lineage import Lineage, TrainingRecord
+    """Register a drafter that deserves it. A refusal is final; only the talk with MLflow is tried again."""
+    acceptance = deserved(measured, dtype=params.serving.dtype)
+    return _register(
+        params,
+        acceptance,
+        extracted=extracted,
+        validated=validated,
+        trained=trained,
+        measured=measured,
+        started=started,
+        settings=settings,
+    )
 
+
+def deserved(measured: BenchmarkResult, *, dtype: str) -> AcceptanceFigure:
+    """The drafter's acceptance; NotRegistered where there is none, or where its text is not the target's own."""
     right = measured.right()
     if right.acceptance is None:
         raise NotRegistered("the benchmark counted no verification of the drafter; nothing is registered")
-    if params.serving.dtype == "float32" and right.same_text != right.num_prompts:
+    if dtype == "float32" and right.same_text != right.num_prompts:
         raise NotRegistered(
             f"with the drafter {right.same_text} of {right.num_prompts} answers equal plain greedy decoding's; in "
             "float32 all of them must. The server verifies wrongly; nothing is registered."
         )
+    return right.acceptance
+
+
+@task(name="register", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
+def _register(
+    params: PipelineParams,
+    acceptance: AcceptanceFigure,
+    *,
+    extracted: ExtractResult,
+    validated: ValidateResult,
+    trained: TrainResult,
+    measured: BenchmarkResult,
+    started: float,
+    settings: Settings,
+) -> PipelineResult:
+    """The model version, its alias, and the links where a person looks."""
+    from infra.lineage import Lineage, TrainingRecord
+
+    right = measured.right()
     lineage = Lineage(settings.mlflow_uri())
     name, alias = params.register_as.model_name, params.register_as.alias
     points = ", ".join(params.capture.aux)
@@ -46,14 +78,14 @@ def register_drafter(
         name,
         TrainingRecord(run_id=trained.mlflow_run_id, model_id=trained.model_id),
         tags={
-            "acceptance_length": f"{right.acceptance.length:.3f}",
+            "acceptance_length": f"{acceptance.length:.3f}",
             "acceptance_settings": params.spec.model_dump_json(),
             "benchmark_run_id": measured.mlflow_run_id,
             "validation_run_id": validated.mlflow_run_id,
         },
         description=(
             f"EAGLE-3 drafter `{params.name}`, trained on {points} of {extracted.num_samples} samples "
-            f"({extracted.dump.uri}). Acceptance length {right.acceptance.length:.2f} on {right.num_prompts} held-out "
+            f"({extracted.dump.uri}). Acceptance length {acceptance.length:.2f} on {right.num_prompts} held-out "
             f"prompts ({params.spec.num_steps} steps, top-k {params.spec.top_k})."
         ),
         alias=alias,

@@ -51,6 +51,9 @@ class ServedFigure(BaseModel):
     tokens_per_second: float
     acceptance: AcceptanceFigure | None
     same_text: int | None = Field(description="Prompts whose answer equals plain greedy decoding's, token by token")
+    right_length: float | None = Field(
+        None, description="Of a deliberate mismatch: acceptance length of the right layers on these same prompts"
+    )
 
 
 class BenchmarkResult(_Result):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle3.dump.manifest import TargetIdentity, TokenizerIdentity
 from infra.settings import Settings
 from tasks.params import DEMO_TARGET, TargetParams
 
@@ -28,6 +29,26 @@ def open_target(params: TargetParams, settings: Settings, on_progress: Callable[
         trust_remote_code=params.trust_remote_code,
         cache_dir=settings.root / "cache",
     )
+
+
+def target_differences(target: "Target", identity: TargetIdentity, tokenizer: TokenizerIdentity) -> list[str]:
+    """In which fields this target is not the one that a manifest or a contract names; empty where it is.
+
+    A folder's name and a revision are labels: digests and shape decide.
+    """
+    expected = identity.model_dump(exclude={"name", "revision"})
+    found = target.identity().model_dump(exclude={"name", "revision"})
+    expected |= {f"tokenizer.{field}": value for field, value in tokenizer.model_dump().items()}
+    found |= {f"tokenizer.{field}": value for field, value in target.tokenizer_identity().model_dump().items()}
+    return [
+        f"{field} is {_short(found[field])} here, {_short(value)} there"
+        for field, value in expected.items()
+        if found[field] != value
+    ]
+
+
+def _short(value: object) -> str:
+    return str(value)[:16]
 
 
 def fresh_folder(settings: Settings, kind: str, name: str) -> Path:

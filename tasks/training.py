@@ -1,6 +1,5 @@
 """Training: a dump whose report passed -> a checkpoint with its contract in the store."""
 
-import shutil
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,12 +12,12 @@ from eagle3.conventions import ids_of
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
-from infra.store import StoreError, open_store
-from tasks.artifacts import fetch_dump, publish_checkpoint
+from infra.store import MissingObject, open_store
+from tasks.artifacts import drafter_folder, fetch_dump, keep, publish_checkpoint
 from tasks.params import TrainParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
-from tasks.targets import open_target
+from tasks.targets import open_target, target_differences
 from tasks.validation import report_key
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def require_report(dump: DumpRef, settings: Settings) -> "EvidenceReport":
 
     try:
         data = open_store(settings.store, settings).get_bytes(report_key(dump.sha256), max_bytes=_MAX_REPORT_BYTES)
-    except StoreError as error:
+    except MissingObject as error:
         raise NoReport(
             f"the dump {dump.uri} has no evidence report ({error}). Run the validate flow on it first; training on "
             "an unproven dump is refused."
@@ -89,15 +88,11 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     reader = DumpReader.open(fetch_dump(params.dump, settings), expect_sha256=params.dump.sha256)
     manifest = reader.manifest
     target = open_target(params.target, settings)
-    if target.identity() != manifest.target:
-        raise WrongTarget(
-            f"the dump was captured from {manifest.target.name} (weights {manifest.target.weights_sha256[:16]}), the "
-            f"target here is {target.identity().name} (weights {target.identity().weights_sha256[:16]})"
-        )
+    check_target(manifest, target)
     engine_ids = ids_of(
         manifest.spec.aux,
         engine="sglang",
-        version=params.engine_version,
+        version=manifest.engine.version,
         model_class=target.model_class,
         num_layers=target.num_layers,
     )
@@ -139,10 +134,10 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         dump=params.dump,
         report_sha256=report.digest(),
     )
-    folder = settings.root / "cache" / "drafters" / contract.digest()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder, result.drafter, vocab, contract, engine_ids)
+    folder = keep(
+        drafter_folder(contract.digest(), settings),
+        lambda path: save_checkpoint(path, result.drafter, vocab, contract, engine_ids),
+    )
     uri = f"{settings.store}/drafters/{params.name}/{datetime.now(UTC):%Y%m%d-%H%M%S}-{contract.digest()[:8]}"
     coverage = vocab.coverage(count_tokens(((s.input_ids, s.loss_mask) for s in heldout), target.vocab_size))
     return Trained(
@@ -155,6 +150,15 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         metrics={**result.metrics, "heldout_vocab_coverage": coverage},
         history=[_figures(record) for record in result.history],
     )
+
+
+def check_target(manifest: "Manifest", target: "Target") -> None:
+    """WrongTarget where the dump was captured from other weights, another config or another tokenizer."""
+    if differences := target_differences(target, manifest.target, manifest.tokenizer):
+        raise WrongTarget(
+            f"the target {target.path} is not {manifest.target.name}, from which the dump was captured: "
+            f"{'; '.join(differences)}. Train with the target of the dump, or extract from this one."
+        )
 
 
 def target_parts(target: "Target") -> "TargetParts":

@@ -13,7 +13,7 @@ from eagle3.errors import Eagle3Error
 from eagle3.refs import DumpRef
 from infra.settings import Settings
 from infra.store import open_store
-from tasks.artifacts import fetch_dump
+from tasks.artifacts import fetch_again
 from tasks.params import ValidateParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
@@ -47,8 +47,9 @@ def examine_dump(params: ValidateParams, settings: Settings) -> Examined:
     from eagle3.evidence.alignment import FinalStateParts
     from eagle3.evidence.validate import validate_dump
 
-    reader = DumpReader.open(fetch_dump(params.dump, settings), expect_sha256=params.dump.sha256)
-    with StageProgress("validate", "samples") as progress:
+    # As it is published now: a copy of before would say nothing of the objects that others will fetch.
+    with fetch_again(params.dump, settings) as folder, StageProgress("validate", "samples") as progress:
+        reader = DumpReader.open(folder, expect_sha256=params.dump.sha256)
         progress.begin("checking", total=len(reader))
         target = open_target(params.target, settings)
         parts = FinalStateParts(

@@ -1,7 +1,8 @@
 """What SGLang's layer ids capture.
 
-Source: `set_eagle3_layers_to_capture` of each model class in the published wheels 0.5.9 to 0.5.23 (sglang pull request
-25454 changed the DeepSeek family in 0.5.13, gpt_oss changed in 0.5.17). The function stores `layers_to_capture`, a list
+Source: `set_eagle3_layers_to_capture` of each model class, taken out of the published wheels and run, with what it
+delegates to, for 0.5.9, 0.5.10.post1, 0.5.11, 0.5.12, 0.5.13, 0.5.16, 0.5.17, 0.5.20 and 0.5.23: sglang pull request
+25454 changed the DeepSeek family in 0.5.13, gpt_oss changed in 0.5.17. The function stores `layers_to_capture`, a list
 of boundaries; boundary b is the residual stream at the input of layer b. The model walks its layers and tests
 `b in layers_to_capture`: the order of the ids changes nothing, and boundary N (after the last layer) is never reached
 by most classes.
@@ -44,10 +45,17 @@ _GENERIC = frozenset(
         "Gemma3ForCausalLM",
     }
 )
+# Classes that captured nothing before; the others had their capture function in OLDEST already.
+_SINCE = {
+    "KimiK25ForConditionalGeneration": Version("0.5.10"),
+    "Gemma3ForCausalLM": Version("0.5.12"),
+}
 
 
-def known_model_classes() -> tuple[str, ...]:
-    return tuple(sorted(_DEEPSEEK | _GPT_OSS | _GENERIC))
+def known_model_classes(version: str = str(NEWEST)) -> tuple[str, ...]:
+    """The model classes whose ids are known for that version of SGLang."""
+    release = _release(version)
+    return tuple(sorted(c for c in _DEEPSEEK | _GPT_OSS | _GENERIC if release >= _SINCE.get(c, OLDEST)))
 
 
 def boundaries(version: str, model_class: str, num_layers: int, ids: Iterable[int] | None) -> tuple[int, ...]:
@@ -120,15 +128,25 @@ def to_ids(points: Iterable[CapturePoint], version: str, model_class: str, num_l
 
 
 def _known(version: str, model_class: str) -> Version:
+    release = _release(version)
+    known = known_model_classes(version)
+    if model_class in _SINCE and model_class not in known:
+        raise ConventionError(
+            f"{model_class} captures layers from SGLang {_SINCE[model_class]} on, and this is {version}: serve the "
+            "target with a newer one"
+        )
+    if model_class not in known:
+        raise ConventionError(
+            f"what layer ids mean for {model_class} in SGLang was not checked; known: {', '.join(known)}"
+        )
+    return release
+
+
+def _release(version: str) -> Version:
     release = parse_version(version, "sglang")
     if not OLDEST <= release <= NEWEST:
         raise ConventionError(
             f"what layer ids mean in SGLang {version} was not checked: known are {OLDEST} to {NEWEST}. The live "
             "model's own capture list (the tap's record) settles it."
-        )
-    if model_class not in _DEEPSEEK | _GPT_OSS | _GENERIC:
-        raise ConventionError(
-            f"what layer ids mean for {model_class} in SGLang was not checked; known: "
-            f"{', '.join(known_model_classes())}"
         )
     return release

@@ -108,8 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise DumpError(
-            f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish. Run the "
-            "extraction again; it resumes from what is there"
+            f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish (it writes the "
+            "manifest last). Run the extraction again; it starts from the first prompt"
         )
     with inside(folder, MANIFEST_NAME).open("rb") as file:
         return Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1), where=str(path))

@@ -22,6 +22,7 @@ SAMPLE_AGREEMENT, SAMPLE_ROWS = 0.5, 8
 SHIFT_AGREEMENT = 0.5
 """Another offset is named as the cause where at least half of the rows fit it: below that nothing fits."""
 MAX_ROWS = 4096
+"""Rows to judge of the whole dump; a dump of many samples gets more, so that each has its `SAMPLE_ROWS`."""
 BATCH_ROWS, VOCAB_CHUNK = 256, 8192
 OUTSIDE = -1
 
@@ -43,7 +44,8 @@ class FinalStateParts:
 class FinalState:
     """`final_state`: through the head, the final state of row t gives the token at t + 1, for every row of the answer.
 
-    Judged on `MAX_ROWS` evenly spread rows where a dump has more. The same predictions are compared with the tokens at
+    Judged on `MAX_ROWS` evenly spread rows where a dump has more, and on at least `SAMPLE_ROWS` of every sample: rows
+    that two requests exchanged are found in a dump of any size. The same predictions are compared with the tokens at
     t + 1 - 2 ... t + 1 + 2, on rows whose neighbourhood does not repeat the token ("telling" rows): rows that are
     shifted against their ids fit another offset.
 
@@ -55,26 +57,25 @@ class FinalState:
         """`answer_tokens`: output tokens of the whole dump, from which the share of rows to judge follows."""
         self._point, self._parts = manifest.spec.final, parts
         self._target, self._temperature = manifest.target, manifest.generation.temperature
-        self._answer_tokens, self._num_samples = answer_tokens, manifest.num_samples
-        self._seen = 0
+        self._answer_tokens = answer_tokens
         self._waiting: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # id, states [n, H], windows [n, offsets]
         self._waiting_rows = 0
         self._rows, self._right = 0, 0
         self._telling = torch.zeros(len(OFFSETS), dtype=torch.int64)
         self._telling_right = torch.zeros(len(OFFSETS), dtype=torch.int64)
         self._foreign = Findings()
+        self._short = 0
 
     def see(self, sample: Sample) -> None:
-        self._seen += 1
-        if self._obstacle() or (self._seen - 1) % max(1, self._num_samples // MAX_ROWS):
+        if self._obstacle():
             return
         record, ids = sample.record, sample.full_ids()
         # Rows prompt-1 ... prompt+output-2 predict the answer's tokens, which stand at prompt ... prompt+output-1.
         first, end = record.prompt_tokens - 1, record.rows
-        wanted = -(-(end - first) * min(MAX_ROWS, self._answer_tokens) // self._answer_tokens)  # ceil
+        share = -(-(end - first) * min(MAX_ROWS, self._answer_tokens) // self._answer_tokens)  # ceil
         if first >= end:  # rows are missing: `completeness` says so
             return
-        rows = spread(first, end, wanted)
+        rows = spread(first, end, max(share, SAMPLE_ROWS))
         places = rows[:, None] + 1 + torch.tensor(OFFSETS)  # [n, offsets]
         inside = (places >= record.prompt_tokens) & (places < len(ids))
         windows = torch.where(inside, ids[places.clamp(0, len(ids) - 1)], OUTSIDE)
@@ -99,6 +100,8 @@ class FinalState:
         share = self._right / self._rows
         verdict, sentence = self._judge(share)
         value = f"{share:.2%} of {self._rows} judged rows ({self._answer_tokens} predict an answer)"
+        if self._short:
+            value += f"; {self._short} samples have fewer than {SAMPLE_ROWS} and were not judged one by one"
         return [self._check(verdict, value, sentence)]
 
     def _judge(self, share: float) -> tuple[Verdict, str]:
@@ -150,7 +153,9 @@ class FinalState:
             length = len(rows)
             hits = int(right[start : start + length, now].sum())
             start += length
-            if length >= SAMPLE_ROWS and hits < SAMPLE_AGREEMENT * length:
+            if length < SAMPLE_ROWS:
+                self._short += 1
+            elif hits < SAMPLE_AGREEMENT * length:
                 self._foreign.add(f"sample {name!r} ({hits} of {length} rows)")
         self._waiting, self._waiting_rows = [], 0
         self._rows += len(right)

@@ -31,6 +31,12 @@ class FileIntegrity:
         if (found := sha256_file(path)) != entry.sha256:
             self._wrong.add(f"{entry.name}: sha256 {found[:12]}… instead of {entry.sha256[:12]}…")
 
+    def see_broken(self, entry: FileEntry, why: str) -> None:
+        """A file that did not arrive from where the dump is published."""
+        self._files += 1
+        self._bytes += entry.bytes
+        self._wrong.add(why)
+
     def see_manifest(self) -> None:
         """The manifest on the disk, read again: it must still be the one whose entries were checked."""
         self._files += 1

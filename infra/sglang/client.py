@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from eagle3.acceptance.definitions import AcceptanceError, RequestCounts, counts_from_sglang
 from eagle3.errors import Eagle3Error
 from infra.sglang.info import ModelInfo, ServerInfo, capture_problems, decode_graphs_off
 
@@ -20,7 +21,6 @@ __all__ = [
     "ServerInfo",
     "SglangClient",
     "SglangError",
-    "SpecCounts",
     "capture_problems",
     "decode_graphs_off",
 ]
@@ -33,19 +33,6 @@ ASK_TIMEOUT = 60.0  # seconds, for everything but an answer
 
 class SglangError(Eagle3Error):
     """A server that cannot be reached, refuses, or answers with something else than expected."""
-
-
-class SpecCounts(BaseModel):
-    """One request's speculative decoding, counted by the server."""
-
-    model_config = ConfigDict(frozen=True)
-
-    verify_ct: int = Field(ge=0, description="Verifications: forward passes of the target after the prefill")
-    num_correct_drafts: int = Field(ge=0, description="Draft tokens that the target accepted; bonus tokens not counted")
-    num_proposed_drafts: int = Field(ge=0)
-    correct_drafts_histogram: tuple[int, ...] = Field(
-        (), description="[n]: verifications that accepted n drafts; SGLang leaves the zeros at the end out"
-    )
 
 
 class GenerateRequest(BaseModel):
@@ -73,7 +60,9 @@ class Generated(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     latency_s: float = Field(description="Seconds from the server's receipt to its last token")
-    spec: SpecCounts | None = Field(None, description="None where the server does not draft")
+    counts: RequestCounts = Field(
+        description="Of speculative decoding; no verification where the server does not draft"
+    )
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -282,27 +271,18 @@ def _generated(request: GenerateRequest, payload: Any, what: str) -> Generated:
             "prompt_tokens": meta["prompt_tokens"],
             "completion_tokens": meta["completion_tokens"],
             "latency_s": meta["e2e_latency"],
-            "spec": _spec(meta),
+            "counts": counts_from_sglang(meta),
         }
     except (KeyError, TypeError, IndexError) as error:
         raise SglangError(f"{what}: the answer lacks {error}") from None
+    except AcceptanceError as error:
+        raise AcceptanceError(f"{what}: {error}") from None
     if kind not in ("stop", "length"):
         message = finish.get("message", "") if isinstance(finish, dict) else ""
         raise SglangError(f"{what}: ended as {kind!r} instead of an answer. {_reason(str(message).encode())}")
     if answer["rid"] != request.rid:
         raise SglangError(f"{what}: the server answered for rid {answer['rid']!r}")
     return _parse(Generated, answer, what)
-
-
-def _spec(meta: dict[str, Any]) -> dict[str, Any] | None:
-    if "spec_verify_ct" not in meta:
-        return None
-    return {
-        "verify_ct": meta["spec_verify_ct"],
-        "num_correct_drafts": meta.get("spec_num_correct_drafts", 0),
-        "num_proposed_drafts": meta.get("spec_num_proposed_drafts", 0),
-        "correct_drafts_histogram": meta.get("spec_correct_drafts_histogram") or (),
-    }
 
 
 def _check_rids(requests: Sequence[GenerateRequest]) -> None:

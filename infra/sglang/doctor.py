@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from eagle3.conventions.sglang import NEWEST, OLDEST
 from infra.settings import Settings
-from infra.sglang.launch import count_gpus, resolve_device
+from infra.sglang.launch import LaunchError, count_gpus, interpreter, resolve_device
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGINS = ("eagle3_tap", "eagle3_cpu")
@@ -48,22 +47,26 @@ def check_sglang(settings: Settings) -> list[DoctorItem]:
     device = resolve_device("auto", settings)
     gpus = count_gpus()
     items = [_device_item(device, gpus)]
-    python = str(settings.sglang_python or sys.executable)
+    try:
+        python = interpreter(settings)
+    except LaunchError as error:
+        return [*items, DoctorItem("SGLang's interpreter", False, str(error), "Set or unset these two settings.")]
+    shown = " ".join(python)
     try:
         found = _probe(python, device)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        mend = "Set EAGLE3_SGLANG_PYTHON to an interpreter that has SGLang, or unset it."
-        return [*items, DoctorItem("SGLang's interpreter", False, f"{python}: {type(error).__name__}", mend)]
-    items.append(DoctorItem("SGLang's interpreter", True, f"{python} (Python {found['python']})"))
+        mend = "Set EAGLE3_SGLANG_PYTHON (or EAGLE3_SGLANG_COMMAND) to an interpreter that has SGLang, or unset it."
+        return [*items, DoctorItem("SGLang's interpreter", False, f"{shown}: {type(error).__name__}", mend)]
+    items.append(DoctorItem("SGLang's interpreter", True, f"{shown} (Python {found['python']})"))
     items.append(_version_item(found))
     items += [_plugin_item(name, found["plugins"]) for name in PLUGINS if name != "eagle3_cpu" or device == "cpu"]
     items.append(_torch_item(found) if device == "cuda" else _stand_ins_item(found))
     return items
 
 
-def _probe(python: str, device: str) -> dict[str, Any]:
+def _probe(python: list[str], device: str) -> dict[str, Any]:
     done = subprocess.run(
-        [python, "-c", _PROBE, PLUGIN_GROUP, device], capture_output=True, text=True, timeout=120, check=True
+        [*python, "-c", _PROBE, PLUGIN_GROUP, device], capture_output=True, text=True, timeout=120, check=True
     )
     found = json.loads(done.stdout)
     if not isinstance(found, dict):
@@ -75,6 +78,9 @@ def _device_item(device: str, gpus: int) -> DoctorItem:
     if device == "cuda" and not gpus:
         mend = "Set EAGLE3_SGLANG_DEVICE=cpu (or auto), or make the NVIDIA driver reachable."
         return DoctorItem("Device", False, "cuda asked for, no GPU answers", mend)
+    if device == "cpu" and gpus:
+        mend = 'Hide the GPUs with CUDA_VISIBLE_DEVICES="", or set EAGLE3_SGLANG_DEVICE=auto.'
+        return DoctorItem("Device", False, f"cpu asked for beside {gpus} visible GPUs", mend)
     return DoctorItem("Device", True, f"cuda ({gpus} GPU)" if device == "cuda" else f"cpu ({gpus} GPU)")
 
 

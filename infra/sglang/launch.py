@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ STAND_INS = Path(__file__).parent / "cpu" / "stand_ins"
 CPU_MAX_REQUESTS = 32
 CPU_MAX_TOKENS = 16384
 CPU_MEM_FRACTION = 0.3
+MODULE = ("-m", "sglang.launch_server")
 RESERVED = ("--host", "--port", "--model-path", "--api-key", "--admin-api-key", "--config")
 
 
@@ -103,8 +105,7 @@ def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPl
     _check_key(settings.sglang_api_key)
     device = resolve_device(config.device, settings)
     latent = uses_latent_attention(config.target)
-    python = str(settings.sglang_python or sys.executable)
-    command = [python, "-m", "sglang.launch_server", "--model-path", str(config.target)]
+    command = [*interpreter(settings), *MODULE, "--model-path", str(config.target)]
     command += ["--host", HOST, "--port", str(port), "--device", device, "--dtype", _dtype(config, device)]
     command += ["--random-seed", str(config.random_seed), "--tp-size", str(config.tensor_parallel)]
     if config.trust_remote_code:
@@ -119,6 +120,40 @@ def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPl
         command += _draft_flags(config.draft)
     command += config.extra_args
     return LaunchPlan(tuple(command), _environment(config, device), device, settings.sglang_api_key)
+
+
+def interpreter(settings: Settings) -> list[str]:
+    """The command that runs SGLang's Python, where the tap must be installed; this interpreter unless set otherwise.
+
+    Ours runs it with `-m sglang.launch_server`, and with `-c` to ask for versions: so a command of the settings ends
+    with the former. LaunchError for another one.
+    """
+    if settings.sglang_command is None:
+        return [str(settings.sglang_python or sys.executable)]
+    if settings.sglang_python is not None:
+        raise LaunchError("EAGLE3_SGLANG_COMMAND and EAGLE3_SGLANG_PYTHON are both set: unset one of them")
+    try:
+        words = shlex.split(settings.sglang_command)
+    except ValueError as error:
+        raise LaunchError(f"EAGLE3_SGLANG_COMMAND cannot be split into words ({error})") from None
+    if len(words) < 3 or tuple(words[-2:]) != MODULE:
+        raise LaunchError(
+            f"EAGLE3_SGLANG_COMMAND must end with `{' '.join(MODULE)}`, after the interpreter that runs it: arguments "
+            "are put behind it"
+        )
+    return words[:-2]
+
+
+def check_device(device: Literal["cpu", "cuda"]) -> None:
+    """Refuse to serve on a GPU that is not there, and on the CPU beside a GPU: stand-ins would shadow its packages."""
+    gpus = count_gpus()
+    if device == "cuda" and not gpus:
+        raise LaunchError("the device is cuda, but no NVIDIA GPU answers on this machine: set it to cpu or auto")
+    if device == "cpu" and gpus:
+        raise LaunchError(
+            f"the device is cpu, but {gpus} NVIDIA GPUs are visible, and the CPU stand-ins are never used beside one: "
+            'hide them with CUDA_VISIBLE_DEVICES="", or set the device to cuda or auto'
+        )
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"], settings: Settings) -> Literal["cpu", "cuda"]:
@@ -203,9 +238,11 @@ def _size_flags(config: ServerConfig, device: str, latent: bool) -> list[str]:
 
 
 def _graph_flags(config: ServerConfig, device: str) -> list[str]:
+    decode_off, prefill_off = (["--cuda-graph-backend-" + phase, "disabled"] for phase in ("decode", "prefill"))
     if device == "cuda":
-        return ["--cuda-graph-backend-decode", "disabled"] if config.disable_cuda_graph else []
-    flags = ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+        # That the tap sees every row of a prefill graph was read in SGLang's source; nobody has run it on a GPU yet.
+        return [*(decode_off if config.disable_cuda_graph else []), *(prefill_off if config.capture else [])]
+    flags = [*decode_off, *prefill_off]
     flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
     # Without it the scheduler polls: an idle server would keep a core busy.
     return [*flags, "--skip-server-warmup", "--sleep-on-idle"]

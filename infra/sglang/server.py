@@ -17,7 +17,7 @@ from typing import IO, Self
 from infra.ports import free_ports, is_free
 from infra.settings import Settings
 from infra.sglang.client import SglangClient, SglangError
-from infra.sglang.launch import HOST, LaunchError, LaunchPlan, ServerConfig, count_gpus, launch_plan
+from infra.sglang.launch import HOST, LaunchError, LaunchPlan, ServerConfig, check_device, launch_plan
 
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.3  # seconds
@@ -98,8 +98,7 @@ def start_server(
         config.capture.staging.mkdir(parents=True, exist_ok=True)
     port = _check_port(port) if port is not None else free_ports(1, settings.ports)[0]
     plan = launch_plan(config, port, settings)
-    if plan.device == "cuda" and not count_gpus():
-        raise LaunchError("the device is cuda, but no NVIDIA GPU answers on this machine: set it to cpu or auto")
+    check_device(plan.device)
     process = _Process(plan, log_path)
     client = SglangClient(f"http://{HOST}:{port}", api_key=plan.api_key)
     try:

@@ -96,7 +96,7 @@ class _Marked(list):
 
     SGLang copies a forward batch field by field: an attribute of our own on it would be lost, its lists are handed on.
     `rids` reaches the logits processor in an eager run, `extend_seq_lens_cpu` also where a prefill graph builds a batch
-    of its own (read in SGLang's source, not run). A drafter's batches are built anew and stay unmarked.
+    of its own (read in SGLang's source, not run: launch.py keeps these graphs off). A drafter's batches stay unmarked.
     """
 
     def __init__(self, items: Iterable[Any], captures: list[tuple[int, Capture]]) -> None:

@@ -14,12 +14,16 @@ import yaml
 from eagle3.dump.reader import DumpReader
 from eagle3.refs import DumpRef
 from infra.settings import Settings
+from infra.sglang.launch import CaptureServing, ServerConfig
+from infra.sglang.server import start_server
 from infra.stack import connect
 from tasks.artifacts import fetch_dump
 from tests.dumps import flip_bit
 from tests.e2e.stack import PROJECT, Command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+EXTRACTION = ("name", "target", "prompts", "capture", "answers", "serving")
 
 RUN_FLOW = """
 import json, sys
@@ -71,8 +75,7 @@ def while_answering(stack_settings: Settings, result: Any) -> DumpReader:
 def test_answer_then_prefill_captures_the_same_rows_as_while_answering(
     command: Command, config: Path, stack_settings: Settings, while_answering: DumpReader
 ) -> None:
-    shared = ("name", "target", "prompts", "capture", "serving")
-    params = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key in shared}
+    params = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key in EXTRACTION}
     params["answers"] = {"max_new_tokens": 24, "source": "answer_then_prefill"}
     extracted = result_of(run_flow(command, "extract", params))
     prefilled = DumpReader.open(fetch_dump(DumpRef(**extracted["dump"]), stack_settings))
@@ -87,6 +90,34 @@ def test_answer_then_prefill_captures_the_same_rows_as_while_answering(
         assert torch.equal(sample.loss_mask, other.loss_mask)
         for point, state in sample.states.items():
             torch.testing.assert_close(state, other.states[point], rtol=1e-4, atol=1e-4)
+
+
+def test_an_attached_server_gives_the_same_rows_and_stays_up(
+    command: Command,
+    config: Path,
+    tiny_llama: Path,
+    tmp_path: Path,
+    stack_settings: Settings,
+    while_answering: DumpReader,
+) -> None:
+    staging = tmp_path / "tap of the server"
+    ids = while_answering.manifest.engine.ids
+    serving = ServerConfig(target=tiny_llama, device="cpu", capture=CaptureServing(ids=ids, staging=staging))
+    params = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key in EXTRACTION}
+    with start_server(serving, settings=stack_settings, log_path=tmp_path / "server.log") as server:
+        params["serving"] |= {"attach": server.url, "attach_staging": str(staging)}
+        extracted = result_of(run_flow(command, "extract", params))
+        assert server.client.is_healthy()
+        refused = run_flow(command, "extract", params | {"capture": {"aux": ["layers.0", "layers.3", "layers.5"]}})
+        assert "this server would not deliver every state" in refused.stdout + refused.stderr
+        assert not list(staging.glob("*.safetensors*"))
+    attached = DumpReader.open(fetch_dump(DumpRef(**extracted["dump"]), stack_settings))
+    assert attached.manifest.engine.ids == ids
+    by_id = {sample.id: sample for sample in while_answering}
+    assert len(attached) == len(by_id)
+    for sample in attached:
+        for point, state in sample.states.items():
+            torch.testing.assert_close(state, by_id[sample.id].states[point], rtol=1e-4, atol=1e-4)
 
 
 def test_a_damaged_dump_fails_validation_and_is_not_trained_on(

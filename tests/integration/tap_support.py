@@ -2,7 +2,9 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,69 @@ def assert_states(rows: StagedRows, ids: list[int], output: list[int], hidden_st
     for layer, aux in zip(LAYERS_CAPTURED, rows.aux, strict=True):
         torch.testing.assert_close(aux, expected[layer + 1], rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(rows.final, expected[-1], rtol=0, atol=TOLERANCE)
+
+
+@contextmanager
+def streaming(server: SglangServer, request: dict[str, Any]) -> Iterator[None]:
+    """A request that has given its first token; leaving the block closes the connection."""
+    with httpx.stream(
+        "POST", f"{server.url}/generate", json=request | {"stream": True}, timeout=120, trust_env=False
+    ) as response:
+        response.raise_for_status()
+        chunks = response.iter_raw()
+        next(chunks)
+        yield
+        chunks.close()
+
+
+def load(server: SglangServer, name: str) -> int:
+    """What the scheduler counts: `num_running_reqs` or `num_waiting_reqs`."""
+    loads = httpx.get(f"{server.url}/v1/loads", timeout=60, trust_env=False).json()["loads"]
+    return sum(rank[name] for rank in loads)
+
+
+def wait_for(condition: Callable[[], bool], *, patience: float = 30.0) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def check_survivors(server: SglangServer, staging: Path, hidden_states: Reference) -> None:
+    """Four requests decode in one batch, one is aborted, one client goes away: the others' rows stay right.
+
+    So do those of a request that takes the freed places while the others are still running.
+    """
+    staying = [body(f"stays-{i}", prompt(40 + 30 * i, seed=3), 400) for i in range(2)]
+    aborted, left = body("aborted-1", prompt(35, seed=3), 800), body("left-1", prompt(90, seed=3), 800)
+    late = body("comes-late", prompt(70, seed=3), 20)
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(post, server, request) for request in staying]
+        wait_for(lambda: load(server, "num_running_reqs") == 2)
+        with streaming(server, aborted):
+            with streaming(server, left):
+                wait_for(lambda: load(server, "num_running_reqs") == 4)
+            post(server, {"rid": aborted["rid"]}, "/abort_request")
+            events = [last_event(staging, request["rid"])["event"] for request in (aborted, left)]
+        late_answer = post(server, late)
+        assert not any(future.done() for future in running), "the neighbours ended before the abort"
+        answers = [future.result() for future in running]
+    assert events == ["aborted", "aborted"]
+    assert not {aborted["rid"], left["rid"]} & published(staging)
+    for request, answer in zip([*staying, late], [*answers, late_answer], strict=True):
+        assert_states(staged(staging, request["rid"]), request["input_ids"], answer["output_ids"], hidden_states)
+
+
+def check_retraction(server: SglangServer, staging: Path, hidden_states: Reference, count: int) -> None:
+    """`count` requests that do not fit the cache together: some are retracted and computed again."""
+    # With ignore_eos SGLang counts on the longest answer and admits no more than fit.
+    sampling = {"ignore_eos": False}
+    requests = [body(f"retracted-{i}", prompt(200 + i, seed=1), 200, sampling=sampling) for i in range(count)]
+    together = requests[0] | {name: [request[name] for request in requests] for name in ("rid", "input_ids")}
+    answers = post(server, together)  # one HTTP request: all of them are admitted before the cache is full
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    for request, answer in zip(requests, answers, strict=True):
+        assert_states(staged(staging, request["rid"]), request["input_ids"], answer["output_ids"], hidden_states)
 
 
 def events_of(staging: Path, rid: str) -> list[dict[str, Any]]:

@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from eagle3.capture import CapturePoint
+from eagle3.conventions import ids_of
 from eagle3.target import Target
+from infra.settings import Settings
+from infra.sglang.client import GenerateRequest
+from infra.sglang.launch import CaptureServing, ServerConfig
+from infra.sglang.server import start_server
+from infra.sglang.staging import read_staged, staged_path
 from infra.smollm2 import FOLDER_NAME, STAMP_NAME, ensure_smollm2
 
 pytestmark = pytest.mark.integration
+
+# Of a row's length: some values of this model reach 25,000, so an absolute bound would say nothing. Two float32 paths
+# through it differed by at most 5e-6; one layer further on, rows differ by a tenth.
+TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +81,44 @@ def test_a_later_call_returns_at_once(made: Path) -> None:
     assert ensure_smollm2(made.parents[1], told.append) == made
     assert time.monotonic() - started < 1
     assert told == []
+
+
+@pytest.mark.slow
+def test_the_rows_that_the_server_captures_equal_transformers(
+    made: Path, sglang_settings: Settings, tmp_path: Path
+) -> None:
+    """The whole way on a real model, in float32: a batch of three answers, layers 2, 15, 27 and the final state."""
+    target, points = Target.open(made), tuple(CapturePoint(f"layers.{i}") for i in (2, 15, 27))
+    tokenizer = target.tokenizer()
+    questions = ("What is the capital of France?", "Tom has 3 apples and buys 4 more. How many has he?", "Count to 9.")
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    requests = [
+        GenerateRequest(rid=f"smol-{i}", input_ids=tuple(ids), max_new_tokens=24, tap=True)
+        for i, ids in enumerate(prompts)
+    ]
+    ids = ids_of(points, engine="sglang", version="0.5.23", model_class=target.model_class, num_layers=30)
+    config = ServerConfig(
+        target=made, device="cpu", dtype="float32", capture=CaptureServing(ids=ids, staging=tmp_path / "staging")
+    )
+    with start_server(config, settings=sglang_settings, log_path=tmp_path / "server.log") as server:
+        answers = server.client.generate_many(requests, streams=len(requests))
+    model = target.load_model(torch.float32)
+    for request, answer in zip(requests, answers, strict=True):
+        rows = read_staged(staged_path(tmp_path / "staging", request.rid), num_slots=3, hidden_size=target.hidden_size)
+        assert rows.token_ids == [*request.input_ids, *answer.output_ids]
+        expected = target.hidden_states(model, rows.token_ids[:-1])
+        captured = dict(zip(points, rows.aux, strict=True)) | {CapturePoint("norm"): rows.final}
+        for point, state in captured.items():
+            assert state.dtype == torch.float32
+            assert distances(state, expected[point]).max() < TOLERANCE, f"{request.rid} {point}"
+        before = expected[CapturePoint("layers.14")]
+        assert distances(captured[points[1]], before).median() > 100 * TOLERANCE, "a layer off would be seen"
+
+
+def distances(state: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Of each row, relative to its length."""
+    return (state - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
 def test_a_damaged_folder_is_made_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

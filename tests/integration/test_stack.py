@@ -3,6 +3,7 @@
 The tests run in order and share the stack.
 """
 
+import json
 import os
 import signal
 import socket
@@ -17,11 +18,13 @@ import httpx
 import psutil
 import pytest
 
-from infra import stack
+from infra import stack, stack_parts
 from infra.processes import MARK, marked
-from infra.settings import Settings, get_settings
+from infra.settings import Settings
+from infra.sglang.doctor import DoctorItem
 from infra.stack import StackError, StackState
 from infra.store import open_store
+from tasks.doctor import examine_machine
 
 pytestmark = pytest.mark.integration
 
@@ -52,6 +55,12 @@ def long() -> None:
     Path(os.environ["EAGLE3_HOME"], "child.tmp").write_text(str(child.pid))
     Path(os.environ["EAGLE3_HOME"], "child.tmp").rename(Path(os.environ["EAGLE3_HOME"], "child"))
     time.sleep(600)
+
+@flow
+def parent() -> None:
+    """As a pipeline: it waits for a stage, which waits for its turn."""
+    from prefect.deployments import run_deployment
+    run_deployment("long/blackwell", timeout=None, poll_interval=1)
 '''
 DEPLOYMENTS = """
 name: test
@@ -61,6 +70,9 @@ pull:
 deployments:
   - name: cpu
     entrypoint: stack_flows/flows.py:hello
+    work_pool: {name: cpu}
+  - name: cpu
+    entrypoint: stack_flows/flows.py:parent
     work_pool: {name: cpu}
   - name: blackwell
     entrypoint: stack_flows/flows.py:long
@@ -93,9 +105,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 def state(settings: Settings, deployments: Path) -> StackState:
     lines: list[str] = []
     start = time.monotonic()
-    result = stack.up(settings, deployments=deployments, on_progress=lines.append)
+    up = stack.up(settings, deployments=deployments, on_progress=lines.append)
     print(f"up: {time.monotonic() - start:.1f} s", *lines, sep="\n")
-    return result
+    assert (up.found, up.started) == (frozenset(), PARTS)
+    return up.state
 
 
 def processes_of(settings: Settings) -> list[psutil.Process]:
@@ -108,12 +121,16 @@ def pids(settings: Settings) -> dict[str, int | None]:
 
 def api(state: StackState, method: str, path: str, body: Any = None) -> Any:
     answer = httpx.request(method, f"{state.prefect_api_url}/{path}", json=body, timeout=30, trust_env=False)
-    return answer.raise_for_status().json()
+    answer.raise_for_status()
+    return answer.json() if answer.content else None
 
 
-def start_run(state: StackState, deployment: str, parameters: dict[str, Any]) -> str:
+def start_run(state: StackState, deployment: str, parameters: dict[str, Any], at: str | None = None) -> str:
     found = api(state, "GET", f"deployments/name/{deployment}")
-    return str(api(state, "POST", f"deployments/{found['id']}/create_flow_run", {"parameters": parameters})["id"])
+    run = {"parameters": parameters}
+    if at is not None:
+        run["state"] = {"type": "SCHEDULED", "name": "Scheduled", "state_details": {"scheduled_time": at}}
+    return str(api(state, "POST", f"deployments/{found['id']}/create_flow_run", run)["id"])
 
 
 def wait_for(what: Any, timeout: float = RUN_TIMEOUT_S) -> None:
@@ -170,7 +187,8 @@ def test_a_flow_runs_through_its_worker_and_reaches_store_and_mlflow(settings: S
 
 def test_a_second_up_finds_the_first(settings: Settings, state: StackState, deployments: Path) -> None:
     before, start = pids(settings), time.monotonic()
-    assert stack.up(settings, deployments=deployments) == state
+    again = stack.up(settings, deployments=deployments)
+    assert (again.state, again.found, again.started) == (state, PARTS, frozenset())
     assert time.monotonic() - start < 20
     assert pids(settings) == before
 
@@ -180,7 +198,7 @@ def test_two_ups_at_once_start_one_stack(settings: Settings, state: StackState, 
     lines: list[str] = []
     with ThreadPoolExecutor() as pool:
         ups = [pool.submit(stack.up, settings, deployments=deployments, on_progress=lines.append) for _ in range(2)]
-    assert [future.result() for future in ups] == [state, state]
+    assert [future.result().state for future in ups] == [state, state]
     assert sum("worker of pool cpu is up" in line for line in lines) == 1
     assert sum(process.environ()[MARK].startswith("worker-cpu@") for process in processes_of(settings)) == 1
 
@@ -192,14 +210,29 @@ def test_a_client_in_another_process_is_connected_by_the_home_alone(
         if name.startswith(("EAGLE3_", "PREFECT_", "MLFLOW_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # what `connect` sets is gone after the test
-    connected = stack.connect(Settings.model_validate({"home": settings.root, "store": settings.store}))
+    connected = stack.connect(Settings(home=settings.root))
+    assert connected.store == settings.store
     assert (connected.mlflow_tracking_uri, connected.s3_endpoint) == (state.mlflow_url, state.s3_endpoint)
     assert open_store(connected.store, connected).exists("hello/first")
     assert os.environ["PREFECT_API_URL"] == state.prefect_api_url
-    assert get_settings().mlflow_tracking_uri == state.mlflow_url
     monkeypatch.setenv("EAGLE3_MLFLOW_TRACKING_URI", "http://mlflow.example")
     assert stack.connect(Settings(home=settings.root)).mlflow_tracking_uri == "http://mlflow.example"
-    get_settings.cache_clear()
+
+
+def test_doctor_asks_servers_of_another_stack(settings: Settings, state: StackState, tmp_path: Path) -> None:
+    other = client_settings(settings, state).model_copy(
+        update={"home": tmp_path / "other", "mlflow_tracking_uri": state.mlflow_url}
+    )
+
+    def found(asked: Settings) -> dict[str, DoctorItem]:
+        return {item.name.partition(" ")[0]: item for item in examine_machine(asked)}
+
+    items = found(other)
+    assert items["mlflow"].ok
+    assert items["store"].ok
+    wrong = found(other.model_copy(update={"store": "s3://no-such-bucket"}))["store"]
+    assert not wrong.ok
+    assert "bucket 'no-such-bucket' does not exist" in wrong.mend
 
 
 def test_a_killed_part_is_seen_and_started_again(settings: Settings, state: StackState, deployments: Path) -> None:
@@ -211,7 +244,10 @@ def test_a_killed_part_is_seen_and_started_again(settings: Settings, state: Stac
     assert parts["mlflow"].state == "dead"
     assert "`eagle3 up` starts it again" in parts["mlflow"].mend
     assert str(settings.root / "logs" / "mlflow.log") in parts["mlflow"].mend
-    assert stack.up(settings, deployments=deployments) == state  # the same ports
+    again = stack.up(settings, deployments=deployments)
+    assert again.state == state  # the same ports
+    assert again.started == {"mlflow", "worker-blackwell"}
+    assert again.found == PARTS - again.started
     after = pids(settings)
     assert {name for name in PARTS if after[name] != before[name]} == {"mlflow", "worker-blackwell"}
     assert all(part.healthy for part in stack.status(settings))
@@ -229,6 +265,37 @@ def test_a_hung_part_is_seen(settings: Settings, state: StackState) -> None:
     assert "does not answer" in silent.mend
 
 
+def test_a_worker_that_hangs_is_seen(settings: Settings, state: StackState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_parts, "_SILENT_AFTER_S", 0.5)
+    pid = pids(settings)["worker-cpu"]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(1)
+        assert {part.name: part.state for part in stack.status(settings)}["worker-cpu"] == "silent"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_the_pool_of_the_whole_box_takes_one_run_at_a_time(
+    settings: Settings, state: StackState, deployments: Path
+) -> None:
+    assert api(state, "GET", "work_pools/blackwell")["concurrency_limit"] == 1
+    assert api(state, "GET", "work_pools/cpu")["concurrency_limit"] is None  # a pipeline waits there for its stage
+    api(state, "PATCH", "work_pools/blackwell", {"concurrency_limit": 2})
+    stack.up(settings, deployments=deployments)
+    assert api(state, "GET", "work_pools/blackwell")["concurrency_limit"] == 2  # somebody's own choice stays
+    api(state, "PATCH", "work_pools/blackwell", {"concurrency_limit": 1})
+
+
+def test_another_store_while_it_runs_is_refused(settings: Settings, state: StackState, deployments: Path) -> None:
+    other = settings.model_copy(update={"store": "s3://elsewhere"})
+    with pytest.raises(StackError, match=r"EAGLE3_STORE is s3://elsewhere here, .* started with s3://test-stack/lab"):
+        stack.up(other, deployments=deployments)
+    unnamed = Settings.model_validate({"home": settings.root, "sglang_device": "cpu"})
+    assert stack.up(unnamed, deployments=deployments).state == state
+
+
 def test_deployments_that_prefect_refuses_are_an_error_and_what_ran_runs_on(
     settings: Settings, state: StackState, deployments: Path, tmp_path: Path
 ) -> None:
@@ -242,6 +309,11 @@ def test_deployments_that_prefect_refuses_are_an_error_and_what_ran_runs_on(
 
 def test_down_ends_flow_runs_and_what_they_started(settings: Settings, state: StackState) -> None:
     run, child = start_long_run(settings, state)
+    pipeline = start_run(state, "parent/cpu", {})
+    wait_for(lambda: len(stages_of(state, pipeline)) == 1)
+    (stage,) = stages_of(state, pipeline)
+    assert stage["state_type"] == "SCHEDULED"  # the pool is taken
+    waiting = start_run(state, "long/blackwell", {}, at="2099-01-01T00:00:00Z")  # a person's own: it waits on
     kill(settings, "worker-blackwell")  # the flow run has no parent any more
     start = time.monotonic()
     ended = stack.down(settings)
@@ -251,7 +323,7 @@ def test_down_ends_flow_runs_and_what_they_started(settings: Settings, state: St
     assert ended >= len(PARTS)
     assert {part.state for part in stack.status(settings)} == {"stopped"}
     assert stack.down(settings) == 0
-    (settings.root / "run").write_text(run)
+    (settings.root / "runs.json").write_text(json.dumps([run, pipeline, stage["id"], waiting]))
 
 
 def test_up_again_keeps_data_and_links_and_moves_from_a_port_that_was_taken(
@@ -260,19 +332,24 @@ def test_up_again_keeps_data_and_links_and_moves_from_a_port_that_was_taken(
     port = int(state.mlflow_url.rpartition(":")[2])
     lines: list[str] = []
     with socket.create_server(("127.0.0.1", port)):
-        again = stack.up(settings, deployments=deployments, on_progress=lines.append)
+        again = stack.up(settings, deployments=deployments, on_progress=lines.append).state
     assert any("took the port of mlflow" in line for line in lines)
     assert again.mlflow_url != state.mlflow_url
     assert (again.prefect_api_url, again.s3_endpoint) == (state.prefect_api_url, state.s3_endpoint)
     assert open_store(settings.store, client_settings(settings, again)).exists("hello/first")
-    run = api(again, "GET", f"flow_runs/{(settings.root / 'run').read_text()}")
+    run, pipeline, stage, waiting = (
+        api(again, "GET", f"flow_runs/{run}") for run in json.loads((settings.root / "runs.json").read_text())
+    )
     assert (run["state_type"], run["state"]["message"]) == ("CRASHED", "ended by `eagle3 down`")
+    assert pipeline["state_type"] == "CRASHED"
+    assert (stage["state_type"], stage["state"]["message"]) == ("CRASHED", f"its parent run {pipeline['name']} is over")
+    assert waiting["state_type"] == "SCHEDULED"
 
 
 def test_after_a_crash_of_everything_up_says_which_runs_are_lost(
     settings: Settings, state: StackState, deployments: Path
 ) -> None:
-    now = stack.up(settings, deployments=deployments)
+    now = stack.up(settings, deployments=deployments).state
     run, _ = start_long_run(settings, now)
     for process in processes_of(settings):
         if process.environ()[MARK].startswith(
@@ -304,6 +381,12 @@ def start_long_run(settings: Settings, state: StackState) -> tuple[str, psutil.P
     run = start_run(state, "long/blackwell", {})
     wait_for((settings.root / "child").exists)
     return run, psutil.Process(int((settings.root / "child").read_text()))
+
+
+def stages_of(state: StackState, pipeline: str) -> list[Any]:
+    query = {"flow_runs": {"parent_flow_run_id": {"any_": [pipeline]}}}
+    found: list[Any] = api(state, "POST", "flow_runs/filter", query)
+    return found
 
 
 def kill(settings: Settings, part: str) -> None:

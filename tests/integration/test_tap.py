@@ -1,15 +1,12 @@
 """The tap on a real server: the tiny Llama, prefill in chunks of 64 tokens, a cache that runs full."""
 
 import resource
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from eagle3.conventions import points_of
@@ -23,13 +20,18 @@ from tests.integration.tap_support import (
     Reference,
     assert_states,
     body,
+    check_retraction,
+    check_survivors,
     events_of,
     last_event,
+    load,
     load_reference,
     post,
     prompt,
     published,
     staged,
+    streaming,
+    wait_for,
 )
 from tests.targets import LAYERS
 
@@ -76,24 +78,6 @@ def _nothing_half_written(server: SglangServer, staging: Path) -> Iterator[None]
     assert not list(staging.glob("*.tmp"))
 
 
-@contextmanager
-def streaming(server: SglangServer, request: dict[str, Any]) -> Iterator[None]:
-    """A request that has given its first token; leaving the block closes the connection."""
-    with httpx.stream(
-        "POST", f"{server.url}/generate", json=request | {"stream": True}, timeout=120, trust_env=False
-    ) as response:
-        response.raise_for_status()
-        chunks = response.iter_raw()
-        next(chunks)
-        yield
-        chunks.close()
-
-
-def num_waiting(server: SglangServer) -> int:
-    loads = httpx.get(f"{server.url}/v1/loads", timeout=60, trust_env=False).json()["loads"]
-    return sum(load["num_waiting_reqs"] for load in loads)
-
-
 def test_live_record_is_there_before_the_first_request_and_agrees_with_the_convention(
     server: SglangServer, staging: Path
 ) -> None:
@@ -135,14 +119,13 @@ def test_rows_equal_transformers_for_prompts_and_answers_of_unlike_lengths_in_a_
 
 
 def test_retracted_requests_keep_every_row(server: SglangServer, staging: Path, hidden_states: Reference) -> None:
-    # With ignore_eos SGLang counts on the longest answer and admits no more than fit.
-    sampling = {"ignore_eos": False}
-    requests = [body(f"retracted-{i}", prompt(200 + i, seed=1), 200, sampling=sampling) for i in range(MAX_RUNNING)]
-    together = requests[0] | {name: [request[name] for request in requests] for name in ("rid", "input_ids")}
-    answers = post(server, together)  # one HTTP request: all of them are admitted before the cache is full
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    for request, answer in zip(requests, answers, strict=True):
-        assert_states(staged(staging, request["rid"]), request["input_ids"], answer["output_ids"], hidden_states)
+    check_retraction(server, staging, hidden_states, MAX_RUNNING)
+
+
+def test_neighbours_of_requests_that_are_aborted_or_left_keep_every_row(
+    server: SglangServer, staging: Path, hidden_states: Reference
+) -> None:
+    check_survivors(server, staging, hidden_states)
 
 
 def test_what_stands_behind_a_stop_token_is_cut_off(
@@ -189,7 +172,7 @@ def test_aborted_in_the_queue(server: SglangServer, staging: Path) -> None:
     holder, queued = body("holder-1", prompt(20), 1500, tap=None), body("queued-1", prompt(30), 1500)  # 2600 hold one
     with ThreadPoolExecutor(1) as pool, streaming(server, holder):
         waiting = pool.submit(post, server, queued)
-        while num_waiting(server) == 0:
+        while load(server, "num_waiting_reqs") == 0:
             assert not waiting.done()
         post(server, {"rid": "queued-1"}, "/abort_request")
         assert waiting.result()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -198,17 +181,24 @@ def test_aborted_in_the_queue(server: SglangServer, staging: Path) -> None:
     assert "queued-1" not in published(staging)
 
 
-def test_aborted_in_chunked_prefill(server: SglangServer, staging: Path) -> None:
+def test_aborted_in_chunked_prefill_beside_a_request_that_keeps_every_row(
+    server: SglangServer, staging: Path, hidden_states: Reference
+) -> None:
     length = 1900
     for attempt in range(8):  # an abort may come before the first chunk, or after the last
-        rid = f"chunked-{attempt}"
-        thread = threading.Thread(target=post, args=(server, body(rid, prompt(length), 1)))
-        thread.start()
-        time.sleep(0.1 + 0.1 * attempt)
-        post(server, {"rid": rid}, "/abort_request")
-        thread.join()
+        rid, neighbour = f"chunked-{attempt}", body(f"beside-{attempt}", prompt(30, seed=attempt), 500)
+        with ThreadPoolExecutor(2) as pool:
+            staying = pool.submit(post, server, neighbour)
+            wait_for(lambda: load(server, "num_running_reqs") == 1)
+            aborted = pool.submit(post, server, body(rid, prompt(length), 1))
+            time.sleep(0.1 + 0.1 * attempt)
+            post(server, {"rid": rid}, "/abort_request")
+            aborted.result()
+            was_running = not staying.done()
+            answer = staying.result()
+        assert_states(staged(staging, neighbour["rid"]), neighbour["input_ids"], answer["output_ids"], hidden_states)
         event = last_event(staging, rid)
-        if event["event"] == "aborted" and 0 < event["rows"] < length:
+        if was_running and event["event"] == "aborted" and 0 < event["rows"] < length:
             assert event["rows"] % CHUNK == 0
             assert rid not in published(staging)
             return

@@ -1,4 +1,7 @@
-"""The DeepSeek family: the same layers under ids that start at 1 and ids that do not."""
+"""The DeepSeek family: the same layers under ids that start at 1 and ids that do not; what befalls neighbours.
+
+No chunked prefill: the CPU stand-ins do not cover latent attention over a cached prefix, and the launcher refuses it.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +16,17 @@ from infra.sglang.launch import CaptureServing, ServerConfig
 from infra.sglang.server import SglangServer, start_server
 from infra.sglang.staging import read_live
 from tests.integration.conftest import POINTS
-from tests.integration.tap_support import Reference, assert_states, body, load_reference, post, prompt, staged
+from tests.integration.tap_support import (
+    Reference,
+    assert_states,
+    body,
+    check_retraction,
+    check_survivors,
+    load_reference,
+    post,
+    prompt,
+    staged,
+)
 from tests.targets import LAYERS
 
 pytestmark = pytest.mark.integration
@@ -45,7 +58,9 @@ def shifted_server(
         device="cpu",
         capture=CaptureServing(ids=engine_ids(1, 3, 5), staging=shifted_staging),
         max_running_requests=8,
-        max_total_tokens=4096,
+        max_total_tokens=2600,
+        # Admit requests as if their answers were short: the cache runs full and requests are retracted.
+        extra_args=("--schedule-conservativeness", "0.1"),
     )
     log = tmp_path_factory.mktemp("logs") / "deepseek-shifted.log"
     with start_server(config, settings=sglang_settings, log_path=log) as running:
@@ -70,6 +85,18 @@ def test_ids_that_start_at_1_mean_outputs(
     shifted_server: SglangServer, shifted_staging: Path, hidden_states: Reference
 ) -> None:
     check(shifted_server, shifted_staging, engine_ids(1, 3, 5), hidden_states)
+
+
+def test_neighbours_of_requests_that_are_aborted_or_left_keep_every_row(
+    shifted_server: SglangServer, shifted_staging: Path, hidden_states: Reference
+) -> None:
+    check_survivors(shifted_server, shifted_staging, hidden_states)
+
+
+def test_retracted_requests_keep_every_row(
+    shifted_server: SglangServer, shifted_staging: Path, hidden_states: Reference
+) -> None:
+    check_retraction(shifted_server, shifted_staging, hidden_states, 8)
 
 
 def test_other_ids_are_boundaries(

@@ -1,8 +1,8 @@
 """Does SGLang take every tensor of a checkpoint? Its own `load_weights` runs here, on parameters of its own names.
 
 Importing SGLang's model needs a GPU or stand-ins, so the method is taken out of the installed source file and run on a
-stand-in model, which declares the parameters that llama_eagle3.py and llama.py declare. The real server's load is
-tested in tests/integration.
+stand-in model, which declares the parameters that llama_eagle3.py and llama.py declare. That the real server
+drafts with what was saved is tested in tests/integration/test_server_drafter.py.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """The command as a user meets it: what it prints, how it refuses, with which exit code."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from typer.testing import CliRunner
 
 from eagle3.errors import Eagle3Error
 from flows.cli import app
+from flows.options import pipeline_params
+from infra.ports import free_ports
+from infra.stack_state import StackRecord, write_record
 
 pytestmark = pytest.mark.unit
 
@@ -95,6 +99,56 @@ def test_points_that_the_target_does_not_have_are_refused_before_anything_starts
     config.write_text(f"target: {{path: {tiny_llama}}}\ncapture: {{aux: [layers.1, layers.8]}}\n")
     with pytest.raises(Eagle3Error, match=r"no layers\.8: it has 8 decoder layers"):
         CliRunner().invoke(app, ["run", "--config", str(config), "--dry-run"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("where", ["no stack", "a stack that is down"])
+def test_a_run_without_a_server_says_how_to_start_one(tmp_path: Path, where: str) -> None:
+    """And Prefect starts no server of its own."""
+    address = "no Prefect server is known"
+    if where != "no stack":
+        (port,) = free_ports(1, "20000-32767")
+        write_record(tmp_path, StackRecord(ports={"prefect": port, "mlflow": port, "s3": port}))
+        address = f"http://127.0.0.1:{port}/api does not answer"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    environment = kept | {"EAGLE3_HOME": str(tmp_path), "PREFECT_HOME": str(tmp_path / "prefect")}
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert address in done.stderr
+    assert "`eagle3 up`" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.db"))
+
+
+def test_files_are_the_ones_that_the_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker lives in the project's folder, the user does not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "c.yaml"
+    config.write_text("prompts: {file: my.jsonl}\ntarget: {path: model}\nalso: [my.jsonl, not/here.jsonl]\n")
+    params = pipeline_params(config, num_train=7)
+    assert params.prompts.file == str(tmp_path / "my.jsonl")
+    assert params.prompts.num_train == 7
+    assert params.target.path == str(tmp_path / "model")
+    assert params.also == (str(tmp_path / "my.jsonl"), "not/here.jsonl")
+    assert pipeline_params().target.path == "smollm2"
+    assert pipeline_params().prompts.file == str(ROOT / "examples" / "word_problems.jsonl")
+
+
+def test_doctor_asks_the_servers_that_settings_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1, "20000-32767")
+    monkeypatch.setenv("EAGLE3_MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("EAGLE3_STORE", (tmp_path / "store").as_uri())
+    (tmp_path / "store").mkdir()
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    items = {item["name"]: item for item in json.loads(done.output)}
+    assert items["mlflow (not the stack's)"]["ok"] is False
+    assert "does not answer" in items["mlflow (not the stack's)"]["mend"]
+    assert items["store (not the stack's)"]["ok"] is True
+    assert "s3" not in items
+    assert items["CUDA graphs"]["found"]
 
 
 def test_status_of_a_stack_that_is_down_exits_with_1() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from eagle3.capture import CapturePoint
 from eagle3.conventions import ConventionError, EngineIds, ids_of, points_of
-from eagle3.conventions.sglang import boundaries, live_points
+from eagle3.conventions.sglang import boundaries, known_model_classes, live_points
 
 pytestmark = pytest.mark.unit
 
@@ -97,6 +97,8 @@ def test_a_boundary_that_is_never_met_is_refused_with_the_silent_consequence() -
         ("sglang", "0.5.23+gitabc", LLAMA, "not a release"),
         ("sglang", "latest", LLAMA, "not a version"),
         ("sglang", "0.5.23", "FooForCausalLM", "not checked; known: "),
+        ("sglang", "0.5.9", KIMI, "captures layers from SGLang 0.5.10 on"),
+        ("sglang", "0.5.11", "Gemma3ForCausalLM", "captures layers from SGLang 0.5.12 on"),
         ("tgi", "1.0", LLAMA, "unknown engine"),
     ],
 )
@@ -104,3 +106,9 @@ def test_what_is_not_known_is_never_guessed(engine: str, version: str, model_cla
     ids = EngineIds(engine=engine, version=version, model_class=model_class, ids=(2, 15, 27))
     with pytest.raises(ConventionError, match=message):
         points_of(ids, 30)
+
+
+def test_a_class_is_known_from_the_version_on_that_captures() -> None:
+    assert set(known_model_classes()) - set(known_model_classes("0.5.9")) == {KIMI, "Gemma3ForCausalLM"}
+    with pytest.raises(ConventionError, match="was not checked"):
+        known_model_classes("0.6.0")

@@ -208,9 +208,34 @@ def test_answers_that_repeat_one_token_cannot_show_a_shift_and_say_so(tmp_path: 
 def test_a_large_dump_is_judged_on_evenly_spread_rows_and_says_how_many(
     captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alignment, "MAX_ROWS", 48)
+    monkeypatch.setattr(alignment, "MAX_ROWS", 96)
     report = judge(captured, tmp_path)
-    assert check_of(report, "final_state").value == "100.00% of 48 judged rows (192 predict an answer)"
+    assert check_of(report, "final_state").value == "100.00% of 96 judged rows (192 predict an answer)"
+
+
+def test_every_sample_of_a_dump_of_many_is_judged(captured: Capture, tmp_path: Path) -> None:
+    """600 samples of 24 answer tokens: `MAX_ROWS` alone would leave 7 rows to each, too few to judge a sample."""
+    many = replace(captured, samples=_copies(captured.samples, 600))
+    right = judge(many, tmp_path / "right")
+    assert check_of(right, "final_state").value == "100.00% of 4800 judged rows (14400 predict an answer)"
+    other = captured.samples[3].states["norm"]
+
+    def exchange(sample: CapturedSample) -> CapturedSample:
+        return with_states(sample, {"norm": other[-len(sample.input_ids) :]}) if sample.id == "p00401" else sample
+
+    report = judge(many, tmp_path / "exchanged", alter=exchange)
+    assert set(failed(report)) == {"final_state"}
+    assert "in sample 'p00401' (" in failed(report)["final_state"].sentence
+
+
+def test_samples_too_short_to_be_judged_one_by_one_are_counted(tiny_llama: Path, tmp_path: Path) -> None:
+    short = capture(tiny_llama, num_samples=3, max_new_tokens=5)
+    value = check_of(judge(short, tmp_path), "final_state").value
+    assert value.endswith("; 3 samples have fewer than 8 and were not judged one by one")
+
+
+def _copies(samples: tuple[CapturedSample, ...], count: int) -> tuple[CapturedSample, ...]:
+    return tuple(replace(samples[i % len(samples)], id=f"p{i:05d}") for i in range(count))
 
 
 def test_a_small_chunk_of_the_head_at_a_time_changes_nothing(

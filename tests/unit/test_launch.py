@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from pydantic import SecretStr
 
 from eagle3.conventions import EngineIds
 from infra.settings import Settings
+from infra.sglang import launch
+from infra.sglang.client import SglangError
+from infra.sglang.installed import sglang_version
 from infra.sglang.launch import (
     STAND_INS,
     CaptureServing,
@@ -16,6 +20,7 @@ from infra.sglang.launch import (
     LaunchError,
     LaunchPlan,
     ServerConfig,
+    check_device,
     count_gpus,
     launch_plan,
     uses_latent_attention,
@@ -50,6 +55,33 @@ def test_a_server_listens_on_the_loopback_interface_only() -> None:
 def test_the_interpreter_is_a_setting() -> None:
     made = plan(Settings(sglang_python=Path("/opt/sglang/bin/python")))
     assert made.command[:3] == ("/opt/sglang/bin/python", "-m", "sglang.launch_server")
+
+
+def test_a_command_takes_the_interpreters_place() -> None:
+    container = "docker run --rm --gpus all -v '/data:/my data' my/sglang python3"
+    settings = Settings(sglang_command=f"{container} -m sglang.launch_server")
+    words = ("docker", "run", "--rm", "--gpus", "all", "-v", "/data:/my data", "my/sglang", "python3")
+    assert plan(settings).command[:12] == (*words, "-m", "sglang.launch_server", "--model-path")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"sglang_command": "docker run my/sglang"}, "must end with `-m sglang.launch_server`"),
+        ({"sglang_command": "-m sglang.launch_server"}, "after the interpreter"),
+        ({"sglang_command": "docker 'run"}, "cannot be split"),
+        ({"sglang_command": "python3 -m sglang.launch_server", "sglang_python": "/usr/bin/python3"}, "unset one"),
+    ],
+)
+def test_a_command_that_starts_no_sglang_is_refused(settings: dict[str, str], reason: str) -> None:
+    with pytest.raises(LaunchError, match=reason):
+        plan(Settings.model_validate(settings))
+
+
+def test_the_version_is_that_of_the_command() -> None:
+    assert sglang_version(Settings(sglang_command=f"env A=1 {sys.executable} -m sglang.launch_server")) == "0.5.23"
+    with pytest.raises(SglangError, match=r"EAGLE3_SGLANG_COMMAND.*cannot say its version"):
+        sglang_version(Settings(sglang_command="false python3 -m sglang.launch_server"))
 
 
 def test_capture_names_the_layers_and_switches_the_radix_cache_off() -> None:
@@ -116,6 +148,8 @@ def test_a_gpu_server_gets_nothing_of_the_cpu_path() -> None:
     cpu_only = {"--attention-backend", "--sampling-backend", "--max-total-tokens", "--mem-fraction-static"}
     assert not cpu_only & set(made.command)
     assert "--cuda-graph-backend-decode" not in made.command
+    assert flag(made, "--cuda-graph-backend-prefill") == ["disabled"]
+    assert "--cuda-graph-backend-prefill" not in plan(device="cuda").command
     assert flag(made, "--dtype") == ["auto"]
     assert flag(plan(device="cuda", disable_cuda_graph=True), "--cuda-graph-backend-decode") == ["disabled"]
 
@@ -126,6 +160,17 @@ def test_a_machine_without_a_visible_gpu_serves_on_the_cpu(monkeypatch: pytest.M
     assert plan(device="auto").device == "cpu"
     assert plan(Settings(sglang_device="cuda"), device="auto").device == "cuda"
     assert plan(Settings(sglang_device="cuda"), device="cpu").device == "cpu"
+
+
+def test_the_device_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)  # this machine has one kind only
+    check_device("cpu")
+    with pytest.raises(LaunchError, match="no NVIDIA GPU answers"):
+        check_device("cuda")
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    check_device("cuda")
+    with pytest.raises(LaunchError, match=r'2 NVIDIA GPUs are visible.*CUDA_VISIBLE_DEVICES=""'):
+        check_device("cpu")
 
 
 def test_sizes_are_passed_on_and_bounded_on_the_cpu() -> None:

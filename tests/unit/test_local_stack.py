@@ -12,12 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra import processes, stack, stack_state
+from infra import processes, stack, stack_parts, stack_state
 from infra.ports import NoFreePort, free_ports, is_free
 from infra.processes import ProcessRecord
 from infra.settings import Settings
 from infra.stack import StackError
-from infra.stack_state import StackRecord, make_keys, make_state, read_keys, stack_lock, wanted_servers, write_record
+from infra.stack_state import (
+    StackRecord,
+    make_keys,
+    make_state,
+    read_keys,
+    stack_lock,
+    told_to_up,
+    wanted_servers,
+    write_record,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -227,6 +236,38 @@ class TestState:
         settings.root.mkdir()
         write_record(settings.root, self.RECORD)
         assert stack.connect(settings).s3_endpoint == "http://127.0.0.1:21002"
+
+    def test_a_client_has_the_places_that_up_was_told(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        told = settings.model_copy(update={"store": "file:///data", "mlflow_tracking_uri": "https://mlflow.example"})
+        record = StackRecord(ports={"prefect": 21000})
+        record = record.model_copy(update={"told": told_to_up(told, record)})
+        settings.root.mkdir()
+        write_record(settings.root, record)
+        connected = stack.connect(settings)
+        assert (connected.store, connected.mlflow_tracking_uri) == ("file:///data", "https://mlflow.example")
+        assert os.environ["EAGLE3_STORE"] == "file:///data"
+        assert {part.name for part in stack.status(settings)} == {"prefect", "worker-blackwell", "worker-cpu"}
+        named = settings.model_copy(update={"store": "s3://mine"})
+        assert stack.connect(named).store == "s3://mine"
+
+    def test_the_stacks_own_servers_are_not_remembered_as_other_places(self, settings: Settings) -> None:
+        own = {"s3_endpoint": "http://127.0.0.1:21002", "mlflow_tracking_uri": "http://127.0.0.1:21001"}
+        assert told_to_up(settings.model_copy(update=own), self.RECORD) == {}
+
+    def test_workers_get_into_an_mlflow_server_that_asks_who_comes(
+        self, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "let-me-in")
+        monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///elsewhere.db")
+        state = make_state(settings, self.RECORD, tmp_path)
+        for worker in stack_parts.workers(settings, state):
+            assert worker.environment["MLFLOW_TRACKING_TOKEN"] == "let-me-in"
+            assert "MLFLOW_BACKEND_STORE_URI" not in worker.environment
+        for server in stack_parts.servers(settings, state, self.RECORD.ports):
+            assert "MLFLOW_TRACKING_TOKEN" not in server.environment
 
 
 def test_the_servers_commands_start_without_our_packages_on_the_path(tmp_path: Path) -> None:

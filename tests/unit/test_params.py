@@ -30,6 +30,8 @@ def test_the_demo_is_the_default() -> None:
         ("a: [", "is not YAML"),
         ("mismatch: {points: [layers.2, layers.15, layers.27]}", "which are the right layers"),
         ("training: {budget: -1}", "training.budget"),
+        ("serving: {attach: 'http://127.0.0.1:30000'}", "attach and attach_staging belong together"),
+        ("serving: {attach: 'http://me:secret@host', attach_staging: x}", "serving.attach"),
     ],
 )
 def test_a_configuration_that_does_not_fit_names_the_key(tmp_path: Path, text: str, message: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from eagle3.acceptance.definitions import AcceptanceError, RequestCounts
 from eagle3.conventions import EngineIds
 from infra.sglang import client as client_module
 from infra.sglang.client import (
@@ -86,18 +87,12 @@ def answer(**meta: object) -> bytes:
 
 
 def test_counts_of_speculative_decoding_are_read_per_request(odd_server: ThreadingHTTPServer) -> None:
-    assert ask(odd_server, answer()).spec is None
-    spec = ask(
-        odd_server,
-        answer(
-            spec_verify_ct=4,
-            spec_num_correct_drafts=5,
-            spec_num_proposed_drafts=12,
-            spec_correct_drafts_histogram=[1, 1, 2],
-        ),
-    ).spec
-    assert (spec.verify_ct, spec.num_correct_drafts, spec.num_proposed_drafts) == (4, 5, 12)
-    assert spec.correct_drafts_histogram == (1, 1, 2)
+    assert ask(odd_server, answer()).counts == RequestCounts(verifications=0, correct=0, proposed=0)
+    counted = {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12}
+    counts = ask(odd_server, answer(**counted, spec_correct_drafts_histogram=[1, 1, 2])).counts
+    assert counts == RequestCounts(verifications=4, correct=5, proposed=12, histogram=(1, 1, 2))
+    with pytest.raises(AcceptanceError, match=r"request r-01: .* contradict each other: the histogram"):
+        ask(odd_server, answer(**counted, spec_correct_drafts_histogram=[4]))
 
 
 @pytest.mark.parametrize(

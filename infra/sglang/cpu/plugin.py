@@ -5,19 +5,27 @@ backends refuse. The backend classes written for AMX need only two attention fun
 `sgl_kernel` has them: so `torch_native` is answered with those classes.
 """
 
+import logging
 import os
 from typing import Any
 
 CPU_VARIABLE = "EAGLE3_SGLANG_CPU"
 
+_log = logging.getLogger("eagle3.cpu")
+
 
 def register() -> None:
-    """Called by SGLang in each of its processes. Does nothing unless the server was launched for the CPU."""
+    """Called by SGLang in each of its processes. Does nothing unless the server was launched for the CPU.
+
+    `launch.check_device` refuses such a launch where a GPU is visible; a process that sees one nevertheless stays as
+    it is, and says so.
+    """
     if os.environ.get(CPU_VARIABLE) != "1":
         return
     import torch
 
     if torch.cuda.is_available():
+        _log.warning('%s is set, but torch sees a GPU: nothing is changed. Set CUDA_VISIBLE_DEVICES=""', CPU_VARIABLE)
         return
     _route_torch_native()
     _silence_cuda_calls(torch)

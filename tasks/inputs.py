@@ -1,0 +1,168 @@
+"""What is known before a server starts: prompts that fit, layer ids that exist, a store that works, enough disk."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
+
+from eagle3.capture import CaptureError, CaptureSpec
+from eagle3.conventions import EngineIds, ids_of
+from eagle3.errors import Eagle3Error
+from eagle3.prompts import Prompt, TokenizedPrompt, load_prompts, split_prompts, tokenize
+from infra.settings import Settings
+from infra.sglang.installed import sglang_version
+from infra.sglang.launch import resolve_device
+from infra.store import Store, StoreError, open_store
+from tasks.params import ALSO_PROMPTS, DEMO_TARGET, AnswerParams, PipelineParams, PromptParams, ServingParams
+from tasks.targets import open_target, target_folder
+
+if TYPE_CHECKING:
+    from eagle3.target import Target
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ROW_BYTES = 9  # beside the states: an int64 token id and a mask
+_TOUCHED = "checks/writable.txt"
+
+
+class NoRoom(Eagle3Error):
+    """A disk that is too small for what is about to be written."""
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """Prompts of one file, ready to send."""
+
+    name: str
+    sha256: str
+    prompts: tuple[TokenizedPrompt, ...]
+    ignored_turns: int = 0
+
+
+def prompt_parts(prompts: PromptParams, answers: AnswerParams, target: "Target") -> tuple[PromptFile, PromptFile]:
+    """The training and the held-out prompts as tokens. Raises PromptError for any that cannot be asked."""
+    loaded = load_prompts(Path(prompts.file))
+    train, heldout = split_prompts(
+        loaded, num_train=prompts.num_train, num_heldout=prompts.num_heldout, seed=prompts.seed
+    )
+    return (
+        PromptFile(loaded.name, loaded.sha256, _tokens(train, answers, target), _ignored(train)),
+        PromptFile(f"{loaded.name} (held out)", loaded.sha256, _tokens(heldout, answers, target), _ignored(heldout)),
+    )
+
+
+def further_prompts(file: str, most: int, answers: AnswerParams, target: "Target") -> PromptFile:
+    """The first `most` prompts of another file, as tokens."""
+    loaded = load_prompts(Path(file))
+    chosen = loaded.prompts[:most]
+    return PromptFile(loaded.name, loaded.sha256, _tokens(chosen, answers, target), _ignored(chosen))
+
+
+def _tokens(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
+    return tuple(
+        tokenize(
+            prompts,
+            target.tokenizer(),
+            context_length=target.context_length,
+            max_new_tokens=answers.max_new_tokens,
+        )
+    )
+
+
+def _ignored(prompts: Sequence[Prompt]) -> int:
+    return sum(prompt.ignored_turns for prompt in prompts)
+
+
+def tell_ignored(*files: PromptFile) -> None:
+    """Log what is not asked, in a flow run."""
+    for file in files:
+        if file.ignored_turns:
+            get_run_logger().warning("%s: the first turn is asked, %d later ones not", file.name, file.ignored_turns)
+
+
+def resolve_ids(capture: CaptureSpec, *, version: str, model_class: str, num_layers: int) -> EngineIds:
+    """SGLang's ids for the capture spec; an error where the target lacks a point, or SGLang cannot deliver it."""
+    if capture.final != "norm":
+        raise CaptureError(
+            f"capture.final is {capture.final}, but SGLang delivers the state after the final norm: set it to norm. "
+            f"({capture.final} can be a slot of the drafter: name it in capture.aux.)"
+        )
+    capture.check_target(num_layers)
+    return ids_of(capture.aux, engine="sglang", version=version, model_class=model_class, num_layers=num_layers)
+
+
+def states_dtype(serving: ServingParams, target: "Target", settings: Settings) -> str:
+    """The type that the states will have; `auto` is float32 on a CPU, else the target's own."""
+    if serving.dtype != "auto":
+        return serving.dtype
+    return "float32" if resolve_device(serving.device, settings) == "cpu" else target.dtype
+
+
+def bytes_per_token(capture: CaptureSpec, hidden_size: int, dtype: str) -> int:
+    """Bytes of the states of one token."""
+    return len(capture.points) * hidden_size * _BYTES[dtype]
+
+
+def most_bytes(prompts: Sequence[TokenizedPrompt], max_new_tokens: int, per_token: int) -> int:
+    """Upper bound of a dump: every prompt's tokens and the longest answer, whose last token has no row."""
+    rows = sum(len(prompt.input_ids) + max_new_tokens - 1 for prompt in prompts)
+    return rows * (per_token + _ROW_BYTES)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """NoRoom where the disk of `folder` has less than `needed` bytes free.
+
+    Rows wait in the staging folder while a shard is uploaded, so a slow store can hold all of them here at once.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise NoRoom(
+            f"the captured states may need {needed / 1e9:.2f} GB at {folder}, {free / 1e9:.2f} GB are free: "
+            f"{(needed - free) / 1e9:.2f} GB lack. Free them, set EAGLE3_HOME to a larger disk, or take fewer prompts "
+            "(prompts.num_train) or shorter answers (answers.max_new_tokens)."
+        )
+
+
+def touch_store(store: Store) -> None:
+    """Write a small object and look for it: what is wrong with a store shows before the work, not after it."""
+    store.put_bytes(_TOUCHED, b"eagle3 can write here\n")
+    if not store.exists(_TOUCHED):
+        raise StoreError(f"{store.uri_of(_TOUCHED)} was written and is not there: this store loses objects.")
+
+
+@task(name="check inputs", cache_policy=NO_CACHE)
+def check_inputs(params: PipelineParams, settings: Settings) -> None:
+    """Everything that a stage would refuse after minutes and that is known now. Starts nothing.
+
+    Where the target's folder is not on this worker, its checks are left to the extraction, and that is logged.
+    """
+    logger = get_run_logger()
+    touch_store(open_store(settings.store, settings))
+    if params.target.path != DEMO_TARGET and not target_folder(params.target, settings).exists():
+        logger.warning(
+            "the target's folder %s is not on this worker: prompts and layer ids are checked by the extraction",
+            params.target.path,
+        )
+        return
+    target = open_target(params.target, settings, logger.info)
+    version = plan_version(params, settings)
+    resolve_ids(params.capture, version=version, model_class=target.model_class, num_layers=target.num_layers)
+    files = [*prompt_parts(params.prompts, params.answers, target)]
+    files += [further_prompts(name, ALSO_PROMPTS, params.answers, target) for name in params.also]
+    tell_ignored(*files)
+    for file in files:
+        logger.info("%s: %d prompts fit the target", file.name, len(file.prompts))
+
+
+def plan_version(params: PipelineParams, settings: Settings) -> str:
+    """Version of the SGLang of this machine; the configuration's where there is none."""
+    from infra.sglang.client import SglangError
+
+    try:
+        return sglang_version(settings)
+    except SglangError:
+        return params.plan_engine_version
