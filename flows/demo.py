@@ -46,6 +46,7 @@ def run_demo(params: PipelineParams, settings: Settings, console: Console, *, st
         if own:
             console.print("taking the stack down ...", markup=False)
             stack.down(settings)
+            console.print("Everything is kept: `eagle3 up` brings it back at the same addresses.", markup=False)
         else:
             console.print("The stack was up before, so it stays up: `eagle3 down` ends it.", markup=False)
 

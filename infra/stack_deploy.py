@@ -12,6 +12,7 @@ import yaml
 
 from infra.processes import MARK, last_lines, mark_of
 from infra.stack_parts import base_environment
+from infra.stack_runs import while_locked
 from infra.stack_state import StackError, StackState
 
 DEPLOY = "deploy"  # the mark's name of the deploying process
@@ -56,13 +57,18 @@ def apply_deployments(deployments: Path, state: StackState, stop: threading.Even
         )
 
 
+@while_locked
+def _limit_pool(api_url: str, pool: str) -> None:
+    with httpx.Client(base_url=api_url, timeout=10, trust_env=False) as client:
+        found = client.get(f"/work_pools/{pool}").raise_for_status().json()
+        if found["concurrency_limit"] is None:
+            client.patch(f"/work_pools/{pool}", json={"concurrency_limit": 1}).raise_for_status()
+
+
 def limit_pool(api_url: str, pool: str) -> None:
     """Let one flow run at a time into the pool, unless somebody set its limit already. Raises StackError."""
     try:
-        with httpx.Client(base_url=api_url, timeout=10, trust_env=False) as client:
-            found = client.get(f"/work_pools/{pool}").raise_for_status().json()
-            if found["concurrency_limit"] is None:
-                client.patch(f"/work_pools/{pool}", json={"concurrency_limit": 1}).raise_for_status()
+        _limit_pool(api_url, pool)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         raise StackError(f"the work pool {pool} could not be limited to one run at a time: {error}") from error
 

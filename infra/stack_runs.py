@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random
 
 _TIMEOUT_S = 10.0
 _PAGE = 100
@@ -11,6 +12,12 @@ _HAVE_A_PROCESS = ["RUNNING", "PENDING", "CANCELLING"]
 _GAVE_UP = {"FAILED", "CRASHED", "CANCELLED"}
 # What a server that does not answer, or answers something else, ends in: the caller goes on without it.
 _NO_ANSWER = (httpx.HTTPError, ValueError, KeyError, TypeError)
+
+
+# Two workers write to the server's SQLite beside us: a write that finds it locked is answered with 503.
+while_locked = retry(
+    retry=retry_if_exception_type(httpx.HTTPError), stop=stop_after_delay(30), wait=wait_random(0.3, 1.5), reraise=True
+)
 
 
 def crash_lost_runs(api_url: str, pools: Iterable[str], reason: str) -> int:
@@ -65,6 +72,7 @@ def _of_pools(pools: Iterable[str]) -> dict[str, Any]:
     return {"work_pools": {"name": {"any_": list(pools)}}}
 
 
+@while_locked
 def _end(client: httpx.Client, run: str, kind: str, reason: str) -> None:
     state = {"type": kind, "name": kind.capitalize(), "message": reason}
     client.post(f"/flow_runs/{run}/set_state", json={"state": state, "force": True}).raise_for_status()
