@@ -53,8 +53,9 @@ def closing_words(result: PipelineResult) -> str:
         words += (
             f"\nOn the same {wrong.num_prompts} prompts its own layers commit {wrong.right_length:.2f}, the same "
             f"weights on {', '.join(wrong.points or ())} commit {wrong.acceptance.length:.2f}. "
-            f"{wrong.same_text} of {wrong.num_prompts} answers are plain greedy decoding's very text: no error, no other "
-            "text, only fewer tokens a verification. That is why every dump and drafter here carries its capture layers."
+            f"{wrong.same_text} of {wrong.num_prompts} answers are plain greedy decoding's very text: no error, no "
+            "other text, only fewer tokens a verification. That is why every dump and drafter here carries its capture "
+            "layers."
         )
     return words
 
