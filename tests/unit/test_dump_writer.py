@@ -3,6 +3,7 @@
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -211,22 +212,26 @@ def test_a_finished_dump_is_never_overwritten(captured: Capture, tmp_path: Path)
     assert (tmp_path / "manifest.json").read_bytes() == before
 
 
-@pytest.fixture
+@contextmanager
 def small_files_only() -> Iterator[None]:
-    """The kernel refuses to write a file beyond 16 KiB, as a full disk would."""
+    """The kernel refuses to write a file beyond 16 KiB, as a full disk would.
+
+    Only around what is tested: pytest's own report may go to a longer file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("small_files_only")
 def test_a_disk_that_refuses_leaves_no_half_written_shard(captured: Capture, tmp_path: Path) -> None:
     writer = DumpWriter(tmp_path, SPEC, hidden_size=HIDDEN)
     writer.add(only_spec(captured.samples[0]))
-    with pytest.raises(DumpError, match=r"cannot write .*shard-00000.safetensors.*room"):
+    with small_files_only(), pytest.raises(DumpError, match=r"cannot write .*shard-00000.safetensors.*room"):
         writer.finish()
     assert list(tmp_path.iterdir()) == []
 
