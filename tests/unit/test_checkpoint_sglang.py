@@ -79,8 +79,8 @@ class _Parameter:
 @pytest.fixture(scope="module")
 def load_weights() -> LoadWeights:
     spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
-        pytest.skip("SGLang is not installed")
+    assert spec is not None, "SGLang is not installed: run `make install`"
+    assert spec.origin is not None
     source = (Path(spec.origin).parent / "srt/models/llama_eagle3.py").read_text()
     model = next(
         node

@@ -102,8 +102,8 @@ def _lists(module: SimpleNamespace) -> Iterator[list[int]]:
 @pytest.fixture(scope="module")
 def source() -> Source:
     spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
-        pytest.skip("SGLang is not installed")
+    assert spec is not None, "SGLang is not installed: run `make install`"
+    assert spec.origin is not None
     return Source(Path(spec.origin).parent / "srt" / "models")
 
 
