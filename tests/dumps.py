@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eagle3.capture import CapturePoint, CaptureSpec, all_points
 from eagle3.conventions import ids_of
 from eagle3.conventions.sglang import boundaries
-from eagle3.digests import canonical_json, merkle, sha256_bytes, sha256_file
+from eagle3.digests import canonical_json, sha256_bytes, sha256_file
+from eagle3.dump.files import write_manifest
 from eagle3.dump.manifest import (
     SAMPLES_NAME,
     EngineRecord,
@@ -28,8 +29,20 @@ from eagle3.dump.manifest import (
     TokenizerIdentity,
     spec_digest,
 )
-from eagle3.dump.writer import CapturedSample, DumpWriter, write_manifest
+from eagle3.dump.probe import (
+    MAX_TOKENS,
+    PROBE_NAME,
+    Probe,
+    ProbedSequence,
+    chosen_samples,
+    fixed_texts,
+    write_probe,
+)
+from eagle3.dump.writer import CapturedSample, DumpWriter
 from eagle3.evidence.alignment import FinalStateParts
+from eagle3.evidence.references import TargetReference
+from eagle3.evidence.report import EvidenceReport
+from eagle3.target import Target
 
 ENGINE_VERSION = "0.5.23"
 SPEC = CaptureSpec(aux=(CapturePoint("layers.1"), CapturePoint("layers.3"), CapturePoint("layers.5")))
@@ -46,6 +59,7 @@ class Capture:
     samples: tuple[CapturedSample, ...]  # states at all points, float32 or the target's own dtype
     parts: FinalStateParts
     max_new_tokens: int
+    texts: tuple[ProbedSequence, ...] = ()  # the probe's fixed texts, at all points
 
 
 @cache
@@ -56,17 +70,23 @@ def capture(
     num_samples: int = 8,
     max_new_tokens: int = 24,
     seed: int = 0,
+    temperature: float = 0.0,
 ) -> Capture:
-    """Let the target answer `num_samples` random prompts of unlike lengths greedily, and keep every boundary.
+    """Let the target answer `num_samples` random prompts of unlike lengths, greedily or sampling from its whole
+    distribution, and keep every boundary.
 
     Done once per test run for the same arguments: do not write into its tensors.
     """
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)  # of the answers that are sampled
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     samples = []
     for index in range(num_samples):
         prompt = torch.randint(3, model.config.vocab_size, (1, 5 + 3 * index), generator=generator)
-        full = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)[0]
+        full = model.generate(prompt, max_new_tokens=max_new_tokens, **sampling)[0]
         output_tokens = len(full) - prompt.shape[1]
         samples.append(
             CapturedSample(
@@ -85,7 +105,12 @@ def capture(
         rms_norm_eps=model.config.rms_norm_eps,
         embedding=model.model.embed_tokens.weight.detach(),
     )
-    return Capture(target, identity_of(target), tuple(samples), parts, max_new_tokens)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    texts = tuple(
+        ProbedSequence("text", name, torch.tensor(ids), states_of(model, torch.tensor(ids)), {})
+        for name, ids in fixed_texts(tokenizer).items()
+    )
+    return Capture(target, identity_of(target), tuple(samples), parts, max_new_tokens, texts)
 
 
 @torch.no_grad()
@@ -108,16 +133,7 @@ def states_of(model: Any, ids: torch.Tensor) -> dict[CapturePoint, torch.Tensor]
 
 
 def identity_of(target: Path) -> TargetIdentity:
-    config = AutoConfig.from_pretrained(target)
-    return TargetIdentity(
-        name=target.name,
-        model_class=config.architectures[0],
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        config_sha256=sha256_file(target / "config.json"),
-        weights_sha256=merkle(sha256_file(path) for path in sorted(target.glob("*.safetensors"))),
-    )
+    return Target.open(target).identity()
 
 
 def write_dump(
@@ -128,11 +144,14 @@ def write_dump(
     alter: Alter | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 96 * 1024,
+    probe: Probe | bool = True,
     **changes: Any,
 ) -> Manifest:
     """Write the captured samples as a finished dump. `alter` plants a fault in a sample; `changes` go to the manifest.
 
-    States are stored in `dtype` (default: as they were captured). The default shard size makes several shards.
+    States are stored in `dtype` (default: as they were captured). The default shard size makes several shards. The
+    probe is a right one whatever `alter` does, unless another one is given, or False for a dump without; a capture that
+    holds some boundaries alone (`texts` is empty) has none.
     """
     writer = DumpWriter(folder, spec, hidden_size=captured.identity.hidden_size, shard_bytes=shard_bytes)
     for sample in captured.samples:
@@ -140,6 +159,8 @@ def write_dump(
         states = {p: altered.states[p] if dtype is None else altered.states[p].to(dtype) for p in spec.points}
         writer.add(replace(altered, states=states))
     files = writer.finish()
+    if probe is True and captured.texts:
+        probe = probe_of(captured, spec, dtype=dtype)
     prompts = sha256_bytes(canonical_json([s.input_ids[: s.prompt_tokens].tolist() for s in captured.samples]))
     generation = Generation(source="while_answering", max_new_tokens=captured.max_new_tokens)
     tokenizer = TokenizerIdentity(sha256=sha256_file(captured.target / "tokenizer.json"))
@@ -158,6 +179,7 @@ def write_dump(
         "num_tokens": files.num_tokens,
         "shards": files.shards,
         "samples": files.samples,
+        "probe": write_probe(folder / PROBE_NAME, probe) if isinstance(probe, Probe) else None,
         "packages": {"torch": torch.__version__},
     }
     manifest = Manifest.model_validate(fields | changes)
@@ -165,9 +187,41 @@ def write_dump(
     return manifest
 
 
+def probe_of(captured: Capture, spec: CaptureSpec = SPEC, *, dtype: torch.dtype | None = None) -> Probe:
+    """A right probe of the captured target: the fixed texts and the beginnings of three prompts."""
+    heads = [captured.samples[index] for index in chosen_samples(len(captured.samples))]
+    sequences = [*captured.texts]
+    for sample in heads:
+        length = min(sample.prompt_tokens, MAX_TOKENS)
+        states = {point: state[:length] for point, state in sample.states.items()}
+        sequences.append(ProbedSequence("sample", sample.id, sample.input_ids[:length], states, {}))
+    stored = []
+    for sequence in sequences:
+        states = {p: state if dtype is None else state.to(dtype) for p, state in sequence.boundaries.items()}
+        stored.append(replace(sequence, boundaries=states, captured={p: states[p] for p in spec.points}))
+    return Probe.of(
+        stored,
+        spec.points,
+        engine=f"sglang {ENGINE_VERSION}",
+        model_class=captured.identity.model_class,
+        tap_version="1",
+    )
+
+
 def make_dump(target: Path, folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Manifest:
     """A right dump of a tiny target in one call: run the target, write the dump."""
     return write_dump(capture(target, dtype=dtype), folder, **options)
+
+
+@cache
+def reference_of(target: Path) -> TargetReference:
+    """The target itself, in float32; loaded once per test run."""
+    return TargetReference(Target.open(target))
+
+
+def unpassed(report: EvidenceReport) -> set[str]:
+    """The checks that did not pass. Without a reference `attribution` is one of them."""
+    return {check.name for check in report.checks if check.verdict != "pass"}
 
 
 def engine_record(
@@ -202,6 +256,7 @@ def reseal(folder: Path, records: list[SampleRecord] | None = None, **changes: A
     fields: dict[str, Any] = manifest.model_dump() | {
         "samples": FileEntry(**_size_and_digest(folder / SAMPLES_NAME)),
         "shards": [entry.model_dump() | _size_and_digest(folder / entry.name) for entry in manifest.shards],
+        "probe": FileEntry(**_size_and_digest(folder / manifest.probe.name)) if manifest.probe else None,
     }
     (folder / "manifest.json").unlink()
     sealed = Manifest.model_validate(fields | changes)

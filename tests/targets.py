@@ -16,9 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 VOCAB = 512
@@ -44,7 +48,7 @@ _TEXT = [
     "The quick brown fox jumps over the lazy dog. Hello world! Tom has 3 apples and buys 4 more.",
     "def main(): print('hello') return 0 for i in range(10): x += i the and of to in is that",
 ]
-_TEMPLATE = (
+TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
@@ -63,22 +67,43 @@ def make_tokenizer(folder: Path) -> None:
     )
     tokenizer.train_from_iterator(_TEXT * 20, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = _TEMPLATE
+    fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 
 
 def make_llama(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """A tiny Llama: layer ids follow SGLang's generic rule."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**_SHARED, head_dim=16, rms_norm_eps=1e-5))
-    return _save(model, folder, dtype)
+    return _save(LlamaForCausalLM(llama_config()), folder, dtype)
+
+
+def llama_config(**overrides: Any) -> LlamaConfig:
+    return LlamaConfig(**_SHARED | overrides, head_dim=16, rms_norm_eps=1e-5)
+
+
+def make_qwen3(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A tiny Qwen3: norms on query and key, fewer key/value heads than heads; ids follow SGLang's generic rule."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(**_SHARED | {"num_key_value_heads": 2}, head_dim=16, rms_norm_eps=1e-6)
+    return _save(Qwen3ForCausalLM(config), folder, dtype)
+
+
+def make_gemma3(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """A tiny Gemma 3: norms multiply by 1 + weight, the embedding is scaled and is the head too."""
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(**_SHARED | {"tie_word_embeddings": True}, head_dim=16, rms_norm_eps=1e-6)
+    return _save(Gemma3ForCausalLM(config), folder, dtype)
 
 
 def make_deepseek(folder: Path, *, moe: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """A tiny DeepSeek-V3 (MLA): layer ids follow SGLang's DeepSeek rule."""
     torch.manual_seed(seed)
-    config = DeepseekV3Config(
-        **_SHARED,
+    return _save(DeepseekV3ForCausalLM(deepseek_config(moe=moe)), folder, dtype)
+
+
+def deepseek_config(*, moe: bool = False, **overrides: Any) -> DeepseekV3Config:
+    return DeepseekV3Config(
+        **_SHARED | overrides,
         moe_intermediate_size=32,
         q_lora_rank=32,
         kv_lora_rank=32,
@@ -106,7 +131,6 @@ def make_deepseek(folder: Path, *, moe: bool = False, dtype: torch.dtype = torch
             "beta_slow": 1,
         },
     )
-    return _save(DeepseekV3ForCausalLM(config), folder, dtype)
 
 
 def _save(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> Path:

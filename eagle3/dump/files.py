@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the manifest among them. Imports no torch: `dump verify` needs none."""
 
 import os
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from eagle3.dump.manifest import DumpError
+from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, Manifest
 
 
 def publish(path: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:
@@ -50,6 +50,29 @@ def check_size(path: Path, expected: int) -> None:
         raise DumpError(
             f"{path} is {what}: {found} bytes instead of {expected}. Fetch the dump again, or extract again"
         )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a dump; DumpError where there is none."""
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise DumpError(
+            f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish (it writes the "
+            "manifest last). Run the extraction again; it starts from the first prompt"
+        )
+    with inside(folder, MANIFEST_NAME).open("rb") as file:
+        return Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1), where=str(path))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Path:
+    """Write manifest.json, which makes the dump exist. Refuses to overwrite one; returns its path."""
+    path = folder / MANIFEST_NAME
+    publish(path, lambda temporary: _write(temporary, manifest.canonical()), replace=False)
+    return path
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
 
 
 def _sync(path: Path) -> None:

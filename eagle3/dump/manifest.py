@@ -11,7 +11,7 @@ from eagle3.conventions import EngineIds
 from eagle3.digests import canonical_json, sha256_bytes
 from eagle3.errors import Eagle3Error
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 MANIFEST_NAME = "manifest.json"
 SAMPLES_NAME = "samples.jsonl"
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -124,7 +124,7 @@ class SampleRecord(_Model):
 class Manifest(_Model):
     """Everything that a dump says of itself. Its digest is the artifact's identity."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     created_at: datetime
     spec: CaptureSpec
     spec_digest: Sha256 = Field(description="What was asked: capture, target, tokenizer, prompts, generation")
@@ -139,8 +139,16 @@ class Manifest(_Model):
     num_tokens: int = Field(gt=0, description="Rows of all samples")
     shards: tuple[ShardEntry, ...] = Field(min_length=1)
     samples: FileEntry
+    probe: FileEntry | None = Field(
+        default=None, description="`eagle3.dump.probe`; None where the server could not be probed"
+    )
     packages: dict[str, str]
     git_commit: str | None = None
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """Every file of the dump but the manifest itself, the small ones first."""
+        return (self.samples, *([self.probe] if self.probe else []), *self.shards)
 
     def canonical(self) -> bytes:
         return canonical_json(self.model_dump(mode="json"))

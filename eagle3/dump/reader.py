@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3.capture import CapturePoint
 from eagle3.digests import sha256_file
-from eagle3.dump.files import check_size, inside
-from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, Manifest, SampleRecord, ShardEntry
+from eagle3.dump.files import check_size, inside, read_manifest
+from eagle3.dump.manifest import DumpError, Manifest, SampleRecord, ShardEntry
 from eagle3.dump.writer import CU_SEQLENS, INPUT_IDS, LOSS_MASK
 
 MAX_LINE_BYTES = 8192
@@ -101,18 +101,6 @@ class DumpReader:
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)
         return shard
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a dump; DumpError where there is none."""
-    path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise DumpError(
-            f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish (it writes the "
-            "manifest last). Run the extraction again; it starts from the first prompt"
-        )
-    with inside(folder, MANIFEST_NAME).open("rb") as file:
-        return Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1), where=str(path))
 
 
 def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:

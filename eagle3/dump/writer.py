@@ -12,7 +12,7 @@ from eagle3.capture import CapturePoint, CaptureSpec
 from eagle3.digests import canonical_json, sha256_file, sha256_ids
 from eagle3.dump.content import DTYPES, content_digest, dtype_name, sample_digest
 from eagle3.dump.files import publish
-from eagle3.dump.manifest import MANIFEST_NAME, SAMPLES_NAME, DumpError, FileEntry, Manifest, SampleRecord, ShardEntry
+from eagle3.dump.manifest import MANIFEST_NAME, SAMPLES_NAME, DumpError, FileEntry, SampleRecord, ShardEntry
 
 GIB = 2**30
 INPUT_IDS, LOSS_MASK, CU_SEQLENS = "input_ids", "loss_mask", "cu_seqlens"
@@ -209,13 +209,6 @@ class DumpWriter:
         if wrong:
             bound = f"0 ... {limit - 1}" if self._vocab_size is not None else "at least 0"
             raise DumpError(f"{name} holds token id {wrong[0]}; the target's ids are {bound}")
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Write manifest.json, which makes the dump exist. Refuses to overwrite one; returns its path."""
-    path = folder / MANIFEST_NAME
-    publish(path, lambda temporary: _write_lines(temporary, [manifest.canonical()]), replace=False)
-    return path
 
 
 def _write_lines(path: Path, lines: list[bytes]) -> None:

@@ -1,15 +1,19 @@
-"""Does the final state belong to the tokens beside it? Through the target's head it must give the greedy answer."""
+"""Does the final state belong to the tokens beside it? Through the target's head it must give the greedy answer again.
 
-from dataclasses import dataclass
+Answers that were sampled, prompts, and text that somebody else wrote: `eagle3.evidence.text_alignment`.
+"""
 
 import torch
 
 from eagle3.dump.manifest import Manifest
 from eagle3.dump.reader import Sample
 from eagle3.evidence.examination import Findings, spread
+from eagle3.evidence.head import FinalStateParts, logit_pieces, normed_rows, obstacle, token_logits
 from eagle3.evidence.report import Check, OffsetAgreement, Verdict
+from eagle3.evidence.text import OFFSETS
 
-OFFSETS = (-2, -1, 0, 1, 2)
+__all__ = ["FinalState", "FinalStateParts"]
+
 AGREEMENT = 0.98
 """Share of the answer's tokens that must come out again."""
 NEAR_TIE = 0.02
@@ -23,22 +27,8 @@ SHIFT_AGREEMENT = 0.5
 """Another offset is named as the cause where at least half of the rows fit it: below that nothing fits."""
 MAX_ROWS = 4096
 """Rows to judge of the whole dump; a dump of many samples gets more, so that each has its `SAMPLE_ROWS`."""
-BATCH_ROWS, VOCAB_CHUNK = 256, 8192
+BATCH_ROWS = 1024
 OUTSIDE = -1
-
-
-@dataclass(frozen=True)
-class FinalStateParts:
-    """The parts of the target that the checks need: from the hidden state to logits, and the embedding.
-
-    head [V, H] and embedding [V, H] in any float dtype (V may be padded above the vocabulary size); final_norm [H] is
-    the factor of the RMS norm. Softcaps and scales of logits change no argmax and are left out.
-    """
-
-    head: torch.Tensor
-    final_norm: torch.Tensor
-    rms_norm_eps: float
-    embedding: torch.Tensor | None = None
 
 
 class FinalState:
@@ -56,7 +46,7 @@ class FinalState:
     def __init__(self, manifest: Manifest, parts: FinalStateParts, *, answer_tokens: int) -> None:
         """`answer_tokens`: output tokens of the whole dump, from which the share of rows to judge follows."""
         self._point, self._parts = manifest.spec.final, parts
-        self._target, self._temperature = manifest.target, manifest.generation.temperature
+        self._target = manifest.target
         self._answer_tokens = answer_tokens
         self._waiting: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # id, states [n, H], windows [n, offsets]
         self._waiting_rows = 0
@@ -108,17 +98,12 @@ class FinalState:
         shares = {o.offset: o.share for o in self.offsets()}
         best = max(shares, key=lambda offset: shares[offset], default=0)
         shifted = best != 0 and shares[best] > shares.get(0, 0.0)
-        if shifted and (shares[best] >= SHIFT_AGREEMENT or self._temperature > 0):
+        if shifted and shares[best] >= SHIFT_AGREEMENT:
             late = "late" if best < 0 else "early"
             return "fail", (
                 f"The final states fit the tokens at offset {best:+d} ({shares[best]:.0%}) and not at 0 "
                 f"({shares.get(0, 0.0):.0%}): rows are {late} by {abs(best)} against the token ids. Look at where the "
                 "capture cuts prompt, answer and first row, and extract again: a drafter would learn the wrong token."
-            )
-        if self._temperature > 0:
-            return "warn", (
-                f"The answers were sampled at temperature {self._temperature:g}, so the final state need not give them "
-                "again: only the offset was judged, and it is right. Extract greedily to have the final state proved."
             )
         if self._foreign.count and share >= SAMPLE_AGREEMENT:
             return "fail", (
@@ -167,28 +152,20 @@ class FinalState:
 
     def _given(self, states: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
         """[rows, offsets] bool: does the state give that token? In float32, a piece of the head at a time."""
-        x = states.float()  # [rows, H]
-        if self._point != "norm":
-            weight, eps = self._parts.final_norm.float(), self._parts.rms_norm_eps
-            x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
-        vocab_size, head = self._target.vocab_size, self._parts.head
+        vocab_size = self._target.vocab_size
+        x = normed_rows(states, self._parts, normed=self._point == "norm")  # [rows, H]
         best, total = torch.full((len(x), 1), float("-inf")), torch.zeros(len(x), 1)
-        for start in range(0, vocab_size, VOCAB_CHUNK):
-            logits = x @ head[start : min(start + VOCAB_CHUNK, vocab_size)].float().T  # [rows, piece]
-            best = torch.maximum(best, logits.amax(dim=-1, keepdim=True))
-            total += logits.sum(dim=-1, keepdim=True)
-        known = (windows >= 0) & (windows < vocab_size)
-        tokens = head[windows.clamp(0, vocab_size - 1)].float()  # [rows, offsets, H]
-        logits = torch.einsum("rh,roh->ro", x, tokens)
+        for piece in logit_pieces(x, self._parts, vocab_size):  # [rows, piece]
+            best = torch.maximum(best, piece.amax(dim=-1, keepdim=True))
+            total += piece.sum(dim=-1, keepdim=True)
+        logits = token_logits(x, windows, self._parts, vocab_size)
         height = best - total / vocab_size  # of the largest logit above the mean one
-        return known & (height > 0) & (best - logits <= NEAR_TIE * height)  # a row of NaN, or a flat one, gives nothing
+        return (height > 0) & (best - logits <= NEAR_TIE * height)  # a row of NaN, or a flat one, gives nothing
 
     def _obstacle(self) -> str:
-        head, norm, target = self._parts.head, self._parts.final_norm, self._target
-        if head.ndim != 2 or head.shape[0] < target.vocab_size or head.shape[1] != target.hidden_size:
-            return f"the head is {list(head.shape)}, expected [{target.vocab_size}, {target.hidden_size}]"
-        if tuple(norm.shape) != (target.hidden_size,):
-            return f"the final norm is {list(norm.shape)}, expected [{target.hidden_size}]"
+        target = self._target
+        if wrong := obstacle(self._parts, vocab_size=target.vocab_size, hidden_size=target.hidden_size):
+            return wrong
         if self._point not in ("norm", f"layers.{target.num_layers - 1}"):
             return f"`{self._point}` is not the target's final state: expected norm or layers.{target.num_layers - 1}"
         return ""

@@ -12,7 +12,12 @@ def check_capture_list(manifest: Manifest) -> Check:
     value = f"layers_to_capture {list(live.layers_to_capture)} of {live.model_class}"
     threshold = ", ".join(wanted)
     try:
-        found = live_points(live.layers_to_capture, manifest.target.num_layers)
+        found = live_points(
+            live.layers_to_capture,
+            manifest.target.num_layers,
+            model_class=live.model_class,
+            version=manifest.engine.version,
+        )
     except ConventionError as error:
         sentence = f"What the live model captured cannot be the dump's slots: {error}. Extract again."
         return Check(name="capture_list", verdict="fail", value=value, threshold=threshold, sentence=sentence)

@@ -5,7 +5,10 @@ from typing import Protocol
 import torch
 
 from eagle3.dump.reader import Sample
+from eagle3.evidence.findings import Findings
 from eagle3.evidence.report import Check
+
+__all__ = ["Examination", "Findings", "spread"]
 
 
 class Examination(Protocol):
@@ -14,23 +17,6 @@ class Examination(Protocol):
     def see(self, sample: Sample) -> None: ...
 
     def conclude(self) -> list[Check]: ...
-
-
-class Findings:
-    """Counts what was found and keeps the first few in words."""
-
-    def __init__(self, keep: int = 3) -> None:
-        self.count = 0
-        self._keep, self._first = keep, list[str]()
-
-    def add(self, text: str) -> None:
-        self.count += 1
-        if len(self._first) < self._keep:
-            self._first.append(text.rstrip("."))
-
-    def __str__(self) -> str:
-        more = self.count - len(self._first)
-        return "; ".join(self._first) + (f"; and {more} more" if more else "")
 
 
 def spread(start: int, stop: int, count: int) -> torch.Tensor:

@@ -1,69 +1,10 @@
-"""Are these the bytes that were written? Sizes and digests of the files, and the content digest of the tensors."""
+"""Are these the tensors that were captured? The digest of every sample, and the Merkle root over them."""
 
-from pathlib import Path
-
-from eagle3.digests import sha256_file
 from eagle3.dump.content import content_digest, sample_digest
-from eagle3.dump.files import check_size, inside
-from eagle3.dump.manifest import DumpError, FileEntry, Manifest
-from eagle3.dump.reader import Sample, read_manifest
-from eagle3.evidence.examination import Findings
+from eagle3.dump.manifest import Manifest
+from eagle3.dump.reader import Sample
+from eagle3.evidence.findings import Findings
 from eagle3.evidence.report import Check
-
-
-class FileIntegrity:
-    """`integrity`: every file has the manifest's size and sha256, and the manifest is the one asked for."""
-
-    def __init__(self, folder: Path, manifest_sha256: str) -> None:
-        self._folder, self._manifest_sha256 = folder, manifest_sha256
-        self._wrong = Findings()
-        self._files, self._bytes = 0, 0
-
-    def see_file(self, entry: FileEntry) -> None:
-        self._files += 1
-        self._bytes += entry.bytes
-        try:
-            path = inside(self._folder, entry.name)
-            check_size(path, entry.bytes)
-        except DumpError as error:
-            self._wrong.add(str(error))
-            return
-        if (found := sha256_file(path)) != entry.sha256:
-            self._wrong.add(f"{entry.name}: sha256 {found[:12]}… instead of {entry.sha256[:12]}…")
-
-    def see_broken(self, entry: FileEntry, why: str) -> None:
-        """A file that did not arrive from where the dump is published."""
-        self._files += 1
-        self._bytes += entry.bytes
-        self._wrong.add(why)
-
-    def see_manifest(self) -> None:
-        """The manifest on the disk, read again: it must still be the one whose entries were checked."""
-        self._files += 1
-        try:
-            found = read_manifest(self._folder).digest()
-        except DumpError as error:
-            self._wrong.add(str(error))
-            return
-        if found != self._manifest_sha256:
-            self._wrong.add(f"manifest.json: digest {found[:12]}… instead of {self._manifest_sha256[:12]}…")
-
-    def conclude(self) -> list[Check]:
-        sentence = "Every file is the one that was written."
-        if self._wrong.count:
-            sentence = (
-                f"Files are not what the manifest says: {self._wrong}. A copy broke off, a disk failed, or somebody "
-                "changed the dump: fetch it again from where it was published; if it is broken there, extract again."
-            )
-        return [
-            Check(
-                name="integrity",
-                verdict="fail" if self._wrong.count else "pass",
-                value=f"{self._files - self._wrong.count} of {self._files} files right, {self._bytes / 1e6:.1f} MB",
-                threshold="all sizes and sha256 as in the manifest",
-                sentence=sentence,
-            )
-        ]
 
 
 class Content:

@@ -1,95 +1,112 @@
-"""The report as one picture: norms by slot, and the final state against the tokens around it."""
+"""The report as one picture, in which a person sees at a glance whether the slots are what they are called."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from io import BytesIO
 from textwrap import fill
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
-from eagle3.evidence.alignment import AGREEMENT
+from eagle3.evidence.attributed import Attribution
+from eagle3.evidence.plot_attribution import draw_heat_map, draw_legend, draw_profile, fits, label_boundaries
+from eagle3.evidence.plot_panels import draw_offsets, draw_slot_norms, draw_words
+from eagle3.evidence.plot_style import SLOT_VERDICTS, VERDICT_COLOURS, VERDICT_SIGNS, literal
 from eagle3.evidence.report import EvidenceReport, Verdict
 
-_COLOURS: dict[Verdict, str] = {"pass": "#1a7f37", "warn": "#9a6700", "fail": "#cf222e"}
-_GREY = "#8c959f"
+_WIDTH, _LEFT, _RIGHT = 13.0, 0.09, 0.715  # inches, and shares of them: words stand right of the heat map
+_HEAD, _PROFILE, _SLOT, _BOTTOM, _GAP, _FOOT = 0.95, 2.4, 0.42, 2.1, 0.75, 0.5  # inches
+_TITLE, _NAMED = 12, 4
 
 
-def evidence_png(report: EvidenceReport) -> bytes:
-    """A PNG, about 1000 x 450 pixels: norm by slot with its spread, and agreement by offset."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    norms, offsets = figure.subplots(1, 2)
-    _draw_norms(norms, report)
-    _draw_offsets(offsets, report)
-    figure.suptitle(fill(report.summary(), 100), color=_COLOURS[report.verdict], fontweight="bold", fontsize=11)
+def evidence_png(report: EvidenceReport, *, dpi: int = 100) -> bytes:
+    """A PNG, 1300 pixels wide and about 950 high; 450 where nothing was attributed."""
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
+    evidence_figure(report).savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
-def _draw_norms(axes: Axes, report: EvidenceReport) -> None:
-    axes.set_title("Norm of a row, by slot")
-    axes.set_xticks(range(len(report.statistics)), [s.point for s in report.statistics])
-    axes.set_xlim(-0.6, len(report.statistics) - 0.4)
-    axes.set_ylabel("L2 norm: ● median, bar 5% to 95%, × mean")
-    axes.set_yscale("log")
-    for axis_set in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        axis_set(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers, few enough to read
-    for place, s in enumerate(report.statistics):
-        colour = _COLOURS[_worst(check.verdict for check in report.checks if s.point in check.points)]
-        if s.mean_norm is None or s.median_norm is None or not s.max_norm:
-            axes.annotate(
-                "no finite row" if s.mean_norm is None else "all zero",
-                (place, 0.5),
-                ha="center",
-                xycoords=("data", "axes fraction"),
-                color=_COLOURS["fail"],
-            )
-            continue
-        axes.plot([place, place], [s.p05_norm or s.max_norm, s.p95_norm or s.max_norm], color=colour, linewidth=3)
-        axes.plot(place, s.median_norm, "o", color=colour, markersize=8)
-        axes.plot(place, s.mean_norm, "x", color=_GREY, markersize=6)  # far off where a few rows are huge
-        axes.annotate(
-            f"{s.median_norm:.3g}",
-            (place, s.median_norm),
-            xytext=(9, 0),
-            textcoords="offset points",
-            va="center",
-        )
-        if s.nonfinite_rows:
-            axes.annotate(
-                f"{s.nonfinite_rows} NaN/inf",
-                (place, 0.97),
-                ha="center",
-                va="top",
-                xycoords=("data", "axes fraction"),
-                color=_COLOURS["fail"],
-            )
-    axes.margins(y=0.15)
-    axes.grid(axis="y", alpha=0.3)
+def evidence_figure(report: EvidenceReport) -> Figure:
+    """The panels `norm profile`, `heat map`, `offsets` and `words` (the labels of their axes).
+
+    Without an attribution there is no reference to draw: `slot norms`, `offsets` and `words`, which say why.
+    """
+    figure = _attributed(report, report.attribution) if report.attribution else _unattributed(report)
+    FigureCanvasAgg(figure)
+    return figure
 
 
-def _draw_offsets(axes: Axes, report: EvidenceReport) -> None:
-    verdict = _worst(check.verdict for check in report.checks if check.name == "final_state")
-    axes.set_title("Final state predicts the token at t + 1 + offset")
-    axes.set_ylabel("share of answer rows")
-    axes.set_ylim(0, 1.1)
-    axes.axhline(AGREEMENT, color=_GREY, linestyle="--", linewidth=1)
-    if not report.offsets:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_COLOURS["fail"])
-        axes.set_xticks([])
-        return
-    places = [o.offset for o in report.offsets]
-    best = max(report.offsets, key=lambda o: o.share).offset  # the bar that carries the verdict
-    colours = [_COLOURS[verdict] if o == best else _GREY for o in places]
-    bars = axes.bar(places, [o.share for o in report.offsets], color=colours)
-    axes.bar_label(bars, [f"{o.share:.0%}" for o in report.offsets])
-    names = {-2: "-2\nlate by 2", -1: "-1\nlate by 1", 0: "0\nright", 1: "+1\nearly by 1", 2: "+2\nearly by 2"}
-    axes.set_xticks(places, [names.get(o, f"{o:+d}") for o in places])
+def _attributed(report: EvidenceReport, attribution: Attribution) -> Figure:
+    heights = (_PROFILE, _SLOT * max(len(attribution.slots), 2), _BOTTOM)
+    total = _HEAD + sum(heights) + 2 * _GAP + _FOOT
+    figure = Figure(figsize=(_WIDTH, total))
+    tops = [total - _HEAD]
+    for height in heights[:-1]:
+        tops.append(tops[-1] - height - _GAP)
+    boxes = [((top - height) / total, height / total) for top, height in zip(tops, heights, strict=True)]
+    span = _RIGHT - _LEFT
+    profile, heat_map = (figure.add_axes((_LEFT, bottom, span, height)) for bottom, height in boxes[:2])
+    bottom, height = boxes[2]
+    draw_profile(profile, attribution, report.statistics)
+    draw_legend(profile)
+    draw_heat_map(heat_map, attribution)
+    for axes in (profile, heat_map):
+        label_boundaries(axes, attribution.num_layers, span * _WIDTH)
+    draw_offsets(figure.add_axes((_LEFT, bottom, 0.36, height)), report)
+    words = figure.add_axes((0.5, bottom, 0.48, height))
+    draw_words(words, "In words", list(_paragraphs(report)), width=92, lines=12, most=4)
+    _headline(figure, report, total)
+    return figure
 
 
-def _worst(verdicts: Iterable[Verdict]) -> Verdict:
-    found = set(verdicts)
-    return "fail" if "fail" in found else "warn" if "warn" in found else "pass"
+def _unattributed(report: EvidenceReport) -> Figure:
+    figure = Figure(figsize=(_WIDTH, 5.0))
+    draw_slot_norms(figure.add_axes((0.07, 0.13, 0.24, 0.68)), report)
+    draw_offsets(figure.add_axes((0.365, 0.13, 0.30, 0.68)), report)
+    words = figure.add_axes((0.695, 0.13, 0.3, 0.68))
+    draw_words(words, "No layer was compared", list(_paragraphs(report)), width=54, lines=18, most=9)
+    _headline(figure, report, 5.0)
+    return figure
+
+
+def _headline(figure: Figure, report: EvidenceReport, total: float) -> None:
+    """The verdict, and under it what the slots really are."""
+    colour = VERDICT_COLOURS[report.verdict]
+    text = f"{VERDICT_SIGNS[report.verdict]} {report.summary()}"
+    figure.suptitle(
+        fill(text, 120),
+        x=0.012,
+        y=1 - 0.1 / total,
+        ha="left",
+        va="top",
+        color=colour,
+        fontweight="bold",
+        fontsize=_TITLE,
+    )
+    slots = report.attribution.slots if report.attribution else ()
+    wrong = [s for s in slots if s.verdict == "refuted" and not (fits(s) and s.claimed == str(s.found))]
+    if wrong:
+        held = [f"really {slot.found}" if fits(slot) else "no tensor of the target" for slot in wrong]
+        names = "  ·  ".join(f"{slot.label} is {what}" for slot, what in zip(wrong[:_NAMED], held, strict=False))
+        more = f"  ·  and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        figure.text(0.012, 1 - 0.42 / total, literal(names + more, 135), va="top", color=colour, fontsize=_TITLE)
+
+
+def _paragraphs(report: EvidenceReport) -> Iterator[tuple[Verdict, str]]:
+    """Causes first, then what else did not pass; where all is well, what was compared."""
+    attribution = report.attribution
+    if attribution is not None:
+        yield from (("fail", cause) for cause in attribution.causes)
+        yield from (("fail", misfit.sentence) for misfit in attribution.misfits)
+        if attribution.verdict == "proven":
+            compared = f"{attribution.rows} rows of {attribution.samples} samples"
+            where = f"every boundary of the {attribution.reference}"
+            yield "pass", f"Every slot is what it is called: {compared} were compared with {where}."
+        elif not attribution.causes and not attribution.misfits:
+            unproven = [slot for slot in attribution.slots if slot.verdict != "proven"]
+            yield from ((SLOT_VERDICTS[slot.verdict], slot.sentence) for slot in unproven)
+    elif all(check.name != "attribution" for check in report.checks):
+        yield "warn", "The slots were not compared with the target's layers: this report holds fewer checks."
+    told = {"attribution"} if attribution is not None else set()
+    rest = [check for check in report.checks if check.verdict != "pass" and check.name not in told]
+    for check in sorted(rest, key=lambda check: check.verdict):  # fail before warn
+        yield check.verdict, f"{check.name}: {check.sentence}"

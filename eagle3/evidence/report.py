@@ -1,36 +1,42 @@
 """The evidence report: what was measured on a dump, and the verdict that the next stage asks for."""
 
 from datetime import datetime
-from math import isfinite
-from typing import Annotated, Literal
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field, ValidationError
 
 from eagle3.capture import CapturePoint
 from eagle3.digests import sha256_json
+from eagle3.errors import Eagle3Error
+from eagle3.evidence.attributed import Attribution
+from eagle3.evidence.measured import EvidenceModel, Measured
+from eagle3.evidence.page import attribution_lines, plain, statistics_lines
+from eagle3.evidence.statistics import PointStatistics
 
-CHECK_SET_VERSION = 1
+__all__ = [
+    "CHECK_SET_VERSION",
+    "Check",
+    "EvidenceReport",
+    "OffsetAgreement",
+    "PointStatistics",
+    "ReportError",
+    "Verdict",
+]
+
+CHECK_SET_VERSION = 2
 """Goes up whenever a check is added, or judges otherwise: a report says which set it passed."""
 
 Verdict = Literal["pass", "warn", "fail"]
 _ICONS: dict[Verdict, str] = {"pass": "✅ pass", "warn": "⚠️ warn", "fail": "❌ fail"}
+_SINCE_2 = frozenset({"thresholds", "attribution"})
+_PARTS_SINCE_2 = frozenset({"near_max_rows", "spread", "first_values", "nll"})
 
 
-def _rounded(value: float) -> float:
-    """Six significant digits: another machine's summation order does not change a report's digest."""
-    if not isfinite(value):
-        raise ValueError("a measured value must be finite; leave it out where it is not defined")
-    return float(f"{value:.6g}")
+class ReportError(Eagle3Error, ValueError):
+    """A stored report that cannot be read."""
 
 
-Measured = Annotated[float, AfterValidator(_rounded)]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Check(_Model):
+class Check(EvidenceModel):
     """One question to the data, and its answer."""
 
     name: str
@@ -41,30 +47,17 @@ class Check(_Model):
     points: tuple[CapturePoint, ...] = Field(default=(), description="The capture points that it blames, if any")
 
 
-class PointStatistics(_Model):
-    """L2 norms of the rows of one capture point. None where a point has no finite row."""
-
-    point: CapturePoint
-    rows: int = Field(description="Finite rows, over which the norms are taken")
-    nonfinite_rows: int
-    mean_norm: Measured | None
-    std_norm: Measured | None
-    min_norm: Measured | None
-    max_norm: Measured | None
-    p05_norm: Measured | None = Field(description="5th percentile, to 2%")
-    median_norm: Measured | None = Field(description="Median, to 2%: unmoved by the few huge rows of attention sinks")
-    p95_norm: Measured | None = Field(description="95th percentile, to 2%")
-    mean_rms: Measured | None = Field(description="mean_norm / sqrt(H)")
-
-
-class OffsetAgreement(_Model):
+class OffsetAgreement(EvidenceModel):
     """Share of answer rows t whose final state predicts the token at t + 1 + offset."""
 
     offset: int
     share: Measured
+    nll: Measured | None = Field(
+        default=None, description="Mean -log p of that token in nats, where the answers were sampled"
+    )
 
 
-class EvidenceReport(_Model):
+class EvidenceReport(EvidenceModel):
     """Every check on one dump. `dump_sha256` is the manifest's digest: the report speaks for this artifact alone."""
 
     dump_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -72,7 +65,24 @@ class EvidenceReport(_Model):
     checks: tuple[Check, ...] = Field(min_length=1)
     statistics: tuple[PointStatistics, ...] = ()
     offsets: tuple[OffsetAgreement, ...] = ()
+    attribution: Attribution | None = Field(default=None, description="None where there was no reference")
+    thresholds: dict[str, float] = Field(
+        default_factory=dict, description="Every number that a verdict depends on; see `eagle3.evidence.standing`"
+    )
     created_at: datetime
+
+    @classmethod
+    def parse(cls, data: bytes, *, where: str) -> Self:
+        """Read a stored report, also one of an older check set; `where` is named in the error."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ReportError(
+                f"{where}: not a report that this software (check set {CHECK_SET_VERSION}) reads: {field}: "
+                f"{first['msg']}. A newer version wrote it, or it was changed: validate the dump again"
+            ) from None
 
     @property
     def verdict(self) -> Verdict:
@@ -83,8 +93,23 @@ class EvidenceReport(_Model):
         return tuple(check for check in self.checks if check.verdict == "fail")
 
     def digest(self) -> str:
-        """sha256 of the canonical JSON without the time: the same dump and checks give the same digest."""
-        return sha256_json(self.model_dump(mode="json", exclude={"created_at"}))
+        """sha256 of the canonical JSON without the time: the same dump, checks and thresholds give the same digest.
+
+        What check set 1 had no field for is left out where it is empty, so that its reports keep their digest.
+        """
+        document: dict[str, Any] = self.model_dump(mode="json", exclude={"created_at"})
+        for field in _SINCE_2 & document.keys():
+            if not document[field]:
+                del document[field]
+        for part in (*document["statistics"], *document["offsets"]):
+            for field in _PARTS_SINCE_2 & part.keys():
+                if not part[field]:
+                    del part[field]
+        return sha256_json(document)
+
+    def thresholds_digest(self) -> str:
+        """sha256 over the thresholds by which this report judged."""
+        return sha256_json(self.thresholds)
 
     def summary(self) -> str:
         """One sentence: may this dump be trained on, and if not, why."""
@@ -101,15 +126,13 @@ class EvidenceReport(_Model):
         lines = [f"## {_ICONS[self.verdict]}: {self.summary()}", ""]
         for check in sorted(self.checks, key=lambda c: c.verdict):  # fail, pass, warn
             if check.verdict != "pass":
-                lines += [f"- {_ICONS[check.verdict]} **{check.name}**: {_plain(check.sentence)}"]
+                lines += [f"- {_ICONS[check.verdict]} **{check.name}**: {plain(check.sentence)}"]
         lines += ["", "| check | verdict | measured | expected |", "| --- | --- | --- | --- |"]
-        lines += [
-            f"| {c.name} | {_ICONS[c.verdict]} | {_plain(c.value)} | {_plain(c.threshold)} |" for c in self.checks
-        ]
+        lines += [f"| {c.name} | {_ICONS[c.verdict]} | {plain(c.value)} | {plain(c.threshold)} |" for c in self.checks]
+        if self.attribution is not None:
+            lines += ["", *attribution_lines(self.attribution)]
         if self.statistics:
-            lines += ["", "| point | rows | mean norm | std | median | 5% to 95% | mean RMS |"]
-            lines += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
-            lines += [_statistics_row(s) for s in self.statistics]
+            lines += ["", *statistics_lines(self.statistics)]
         if self.offsets:
             shares = ", ".join(f"{o.offset:+d}: {o.share:.1%}" for o in self.offsets)
             lines += ["", f"Final state against token at t + 1 + offset: {shares}"]
@@ -119,19 +142,3 @@ class EvidenceReport(_Model):
             f"{self.created_at:%Y-%m-%d %H:%M} UTC",
         ]
         return "\n".join(lines) + "\n"
-
-
-def _statistics_row(s: PointStatistics) -> str:
-    if s.mean_norm is None:
-        return f"| `{s.point}` | 0 | – | – | – | – | – |"
-    return (
-        f"| `{s.point}` | {s.rows} | {s.mean_norm:.4g} | {s.std_norm:.3g} | {s.median_norm:.4g} | "
-        f"{s.p05_norm:.4g} to {s.p95_norm:.4g} | {s.mean_rms:.4g} |"
-    )
-
-
-def _plain(text: str) -> str:
-    """Text from a dump (sample ids, file names) as table text: it cannot break the table or bring markup."""
-    for char, escaped in {"\\": "\\\\", "|": "\\|", "<": "&lt;", "`": "\\`", "[": "\\[", "\n": " ", "\r": " "}.items():
-        text = text.replace(char, escaped)
-    return text

@@ -16,6 +16,7 @@ class Completeness:
         self._manifest = manifest
         self._samples, self._rows, self._tokens = 0, 0, 0
         self._wrong = Findings()
+        self._without_prompt = 0
 
     def see_shard(self, reader: DumpReader, shard: int) -> None:
         """`cu_seqlens` of a shard against the starts and rows of samples.jsonl."""
@@ -35,13 +36,17 @@ class Completeness:
         self._tokens += expected
         if not record.rows == expected == len(sample.input_ids):
             self._wrong.add(f"sample {sample.id!r} has {record.rows} rows for {expected} tokens")
+            # With the row that predicts the answer's first token, or without it.
+            self._without_prompt += record.rows in (record.output_tokens - 1, record.output_tokens)
 
     def conclude(self) -> list[Check]:
         sentence = "Every token that the target read has its row."
         if self._wrong.count:
             cache_off = self._manifest.engine.flags.get("disable_radix_cache")
+            begins = f"{self._without_prompt} of them have rows for the answer only: those of the prompt are missing. "
             sentence = (
-                f"Rows are missing or doubled: {self._wrong}. Usual causes: a prefix cache that answered for the "
+                f"Rows are missing or doubled: {self._wrong}. {begins if self._without_prompt else ''}"
+                f"Usual causes: a prefix cache that answered for the "
                 f"target (disable_radix_cache was {cache_off}), chunked prefill that kept the last chunk only, a "
                 "request that was cut. Start the server with the radix cache off and extract these samples again."
             )

@@ -2,31 +2,45 @@
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
-from pathlib import Path
 
 from eagle3.dump.manifest import DumpError
-from eagle3.dump.reader import DumpReader, read_manifest
-from eagle3.evidence.alignment import FinalState, FinalStateParts
+from eagle3.dump.probe import Probe, read_dump_probe
+from eagle3.dump.reader import DumpReader
+from eagle3.evidence.alignment import FinalStateParts
+from eagle3.evidence.attribution_check import check_attribution
 from eagle3.evidence.capture_list import check_capture_list, check_engine_ids
 from eagle3.evidence.examination import Examination, Findings
-from eagle3.evidence.integrity import Content, FileIntegrity
+from eagle3.evidence.files import FileIntegrity
+from eagle3.evidence.integrity import Content
 from eagle3.evidence.norms import RowNorms
+from eagle3.evidence.probe_checks import ProbeRows
+from eagle3.evidence.references import Reference
 from eagle3.evidence.report import Check, EvidenceReport
 from eagle3.evidence.rows import Completeness, TokenIds
 from eagle3.evidence.slots import DistinctSlots, Embed, FinalNorm
+from eagle3.evidence.standing import thresholds
+from eagle3.evidence.text_alignment import PromptRows, examine_answers
 
 
 def validate_dump(
-    reader: DumpReader, parts: FinalStateParts, *, on_progress: Callable[[int, int], None] | None = None
+    reader: DumpReader,
+    parts: FinalStateParts,
+    *,
+    reference: Reference | None = None,
+    why_no_reference: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> EvidenceReport:
     """Every check on an open dump. `on_progress(done, total)` counts samples.
+
+    `reference` is what the slots are attributed with; without one the check `attribution` warns, and says why.
 
     A check that could not see every sample (a broken shard) fails and says why; nothing is skipped silently.
     """
     manifest = reader.manifest
     files = FileIntegrity(reader.folder, manifest.digest())
     completeness, norms = Completeness(manifest), RowNorms(manifest)
-    final_state = FinalState(manifest, parts, answer_tokens=sum(record.output_tokens for record in reader.records))
+    final_state = examine_answers(manifest, parts, answer_tokens=sum(r.output_tokens for r in reader.records))
+    probe, broken = _probe_of(reader)
     examinations: tuple[Examination, ...] = (
         Content(manifest),
         completeness,
@@ -35,10 +49,21 @@ def validate_dump(
         DistinctSlots(manifest),
         Embed(manifest, parts.embedding),
         FinalNorm(manifest, parts.final_norm),
+        ProbeRows(
+            manifest,
+            probe,
+            embedding=parts.embedding,
+            final_norm=parts.final_norm,
+            rms_norm_eps=parts.rms_norm_eps,
+            unreadable=broken,
+        ),
         final_state,
+        PromptRows(manifest, parts, prompt_tokens=sum(r.prompt_tokens for r in reader.records)),
     )
     files.see_manifest()
-    files.see_file(manifest.samples)
+    for small in (manifest.samples, manifest.probe):
+        if small is not None:
+            files.see_file(small)
     unread = Findings()
     for shard, entry in enumerate(manifest.shards):
         files.see_file(entry)  # just before its samples, which then come from memory
@@ -53,6 +78,7 @@ def validate_dump(
                 examination.see(sample)
             if on_progress is not None:
                 on_progress(index + 1, len(reader))
+    attributed, attribution = check_attribution(reader, reference, why_none=why_no_reference)
     seen = [check for examination in examinations for check in examination.conclude()]
     return EvidenceReport(
         dump_sha256=manifest.digest(),
@@ -61,24 +87,22 @@ def validate_dump(
             check_capture_list(manifest),
             check_engine_ids(manifest),
             *_unless_unread(seen, unread, len(reader)),
+            attributed,
         ),
         statistics=norms.statistics(),
         offsets=final_state.offsets(),
+        attribution=attribution,
+        thresholds=thresholds(),
         created_at=datetime.now(UTC),
     )
 
 
-def verify_integrity(folder: Path, *, expect_sha256: str | None = None) -> EvidenceReport:
-    """The file checks alone: is this the dump that was published, byte for byte?
-
-    Raises DumpError where there is no manifest to check against.
-    """
-    manifest = read_manifest(folder)
-    files = FileIntegrity(folder, expect_sha256 or manifest.digest())
-    files.see_manifest()
-    for entry in (manifest.samples, *manifest.shards):
-        files.see_file(entry)
-    return EvidenceReport(dump_sha256=manifest.digest(), checks=tuple(files.conclude()), created_at=datetime.now(UTC))
+def _probe_of(reader: DumpReader) -> tuple[Probe | None, str]:
+    """The dump's probe, or why it cannot be used."""
+    try:
+        return read_dump_probe(reader.folder, reader.manifest), ""
+    except DumpError as error:
+        return None, str(error)
 
 
 def _unless_unread(checks: Iterable[Check], unread: Findings, total: int) -> list[Check]:

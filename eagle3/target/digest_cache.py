@@ -39,6 +39,10 @@ class DigestCache:
         self._known[before] = self._fresh[before] = digest
         return digest
 
+    def remember(self, path: Path, digest: str) -> None:
+        """Take the digest of a file that was hashed as it was written, so that it need not be read for it."""
+        self._known[_identity(path)] = self._fresh[_identity(path)] = digest
+
     def save(self) -> None:
         """Write what was added, atomically, together with what other processes added since."""
         if not self._file or not self._fresh:

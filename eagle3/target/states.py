@@ -22,7 +22,7 @@ def hidden_states(
     tokens = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1)
     if tokens.numel() == 0:
         raise TargetError("no token ids: at least one is needed to compute hidden states")
-    layers, norm = _decoder(model, num_layers)
+    layers, norm = decoder_parts(model, num_layers)
     states: dict[CapturePoint, torch.Tensor] = {}
 
     def keep(point: CapturePoint, state: Any) -> None:
@@ -46,7 +46,8 @@ def hidden_states(
     return states
 
 
-def _decoder(model: Any, num_layers: int) -> tuple[Sequence[torch.nn.Module], torch.nn.Module]:
+def decoder_parts(model: Any, num_layers: int) -> tuple[Sequence[torch.nn.Module], torch.nn.Module]:
+    """The decoder layers and the final norm of a transformers model; TargetError where it is built otherwise."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if layers is None or norm is None or len(layers) != num_layers:

@@ -16,6 +16,9 @@ from eagle3.target.weights import HEAD_NAMES, PREFIXES, Weights
 if TYPE_CHECKING:
     import torch
 
+# Norms multiply by 1 + weight, and what enters the first layer is sqrt(hidden_size) times the embedding table
+# (transformers 5: modeling_gemma.py, modeling_gemma2.py, modeling_gemma3.py; SGLang 0.5.23: gemma3_causal.py).
+_GEMMA = ("gemma", "gemma2", "gemma3", "gemma3_text")
 # The decoder layer that a drafter's own layer can start from: Llama's, without biases.
 LLAMA_LAYER = (
     "input_layernorm.weight",
@@ -64,15 +67,21 @@ class Target(TargetConfig):
     @property
     def dtype(self) -> str:
         """Name of the weights' dtype, e.g. `bfloat16`: what config.json declares, else what the embedding has."""
-        return self.declared_dtype or str(self.embedding().dtype).removeprefix("torch.")
+        return self.declared_dtype or str(self.embedding_table().dtype).removeprefix("torch.")
 
-    def embedding(self) -> "torch.Tensor":
-        """The token embedding table [V, H] in its stored dtype."""
+    def embedding_table(self) -> "torch.Tensor":
+        """The token embedding [V, H] as it is stored: what an engine shares with a drafter."""
         return self._read("token embedding", _in_decoder("embed_tokens.weight"), (self.vocab_size, self.hidden_size))
 
+    def embedding(self) -> "torch.Tensor":
+        """What enters the first layer for each token [V, H], in the stored dtype: the table, in Gemma a multiple."""
+        table = self.embedding_table()
+        return table * table.new_tensor(self.hidden_size**0.5) if self._is_gemma() else table
+
     def final_norm(self) -> "torch.Tensor":
-        """The weight [H] of the norm between the last layer and the head."""
-        return self._read("final norm", _in_decoder("norm.weight"), (self.hidden_size,))
+        """The factor [H] of the norm between the last layer and the head: its weight, in Gemma 1 + weight (float32)."""
+        weight = self._read("final norm", _in_decoder("norm.weight"), (self.hidden_size,))
+        return 1 + weight.float() if self._is_gemma() else weight
 
     def head(self) -> "torch.Tensor":
         """The output head [V, H]; a tied one is the embedding.
@@ -83,7 +92,7 @@ class Target(TargetConfig):
         stored = self.weights.first(HEAD_NAMES)
         if self.tied_head is False or (self.tied_head is None and stored):
             return self._read("output head", HEAD_NAMES, (self.vocab_size, self.hidden_size))
-        embedding = self.embedding()
+        embedding = self.embedding_table()
         if stored and not self.weights.read(stored).equal(embedding):
             raise TargetError(
                 f"{self.path}: config.json says tie_word_embeddings: true, but the stored {stored} differs from the "
@@ -102,8 +111,10 @@ class Target(TargetConfig):
     def last_layer(self) -> "dict[str, torch.Tensor]":
         """The last layer's tensors by suffix (LLAMA_LAYER), for the warm start of a drafter.
 
-        Empty where the layer is built otherwise (MLA, experts) or quantised: then a drafter starts cold.
+        Empty where the layer is built otherwise (MLA, experts, Gemma's norms) or quantised: then a drafter starts cold.
         """
+        if self._is_gemma():
+            return {}
         found = {suffix: self.layer_tensor(self.num_layers - 1, suffix) for suffix in LLAMA_LAYER}
         tensors = {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
         plain = all(t.is_floating_point() and t.element_size() >= 2 for t in tensors.values())
@@ -131,6 +142,16 @@ class Target(TargetConfig):
         from eagle3.target.states import hidden_states
 
         return hidden_states(model, ids, self.num_layers)
+
+    def _is_gemma(self) -> bool:
+        """Whether it is a Gemma of a kind that was looked at; TargetError for another one."""
+        kind = str(self.text_config.get("model_type"))
+        if kind.startswith("gemma") and kind not in _GEMMA:
+            raise TargetError(
+                f"{self.path}: how a {kind} scales its embedding and its norms was not checked; known: "
+                f"{', '.join(_GEMMA)}. Its tensors would be read as another model's."
+            )
+        return kind in _GEMMA
 
     def _read(self, what: str, names: Sequence[str], shape: tuple[int, ...]) -> "torch.Tensor":
         name = self.weights.require(what, names)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -29,6 +29,9 @@ __all__ = [
 MAX_RESPONSE_BYTES = 64 * 2**20
 CONNECT_TIMEOUT = 10.0  # seconds
 ASK_TIMEOUT = 60.0  # seconds, for everything but an answer
+# Seconds that an answer may take: for queue and prefill, and for each token that may come. A slower one is stuck.
+ANSWER_TIMEOUT = 600.0
+TOKEN_TIMEOUT = 2.0
 
 
 class SglangError(Eagle3Error):
@@ -45,7 +48,10 @@ class GenerateRequest(BaseModel):
     max_new_tokens: int = Field(ge=1)
     temperature: float = Field(0.0, ge=0)
     ignore_eos: bool = False
-    tap: bool = Field(False, description="Ask the tap for this request's rows")
+    tap: bool | Literal["probe"] = Field(
+        False,
+        description="Ask the tap for this request's rows; `probe`: for every boundary too (one token to generate)",
+    )
 
 
 class Generated(BaseModel):
@@ -132,9 +138,9 @@ class SglangClient:
         temperature: float = 0.0,
         ignore_eos: bool = False,
         tap: bool = False,
-        timeout: float = 600.0,
+        timeout: float | None = None,
     ) -> Generated:
-        """The answer to one prompt. `timeout` in seconds, until the whole answer is there."""
+        """The answer to one prompt. `timeout` in seconds, until the whole answer is there; None: see `answer`."""
         request = GenerateRequest(
             rid=rid,
             input_ids=tuple(input_ids),
@@ -145,15 +151,21 @@ class SglangClient:
         )
         return self.answer(request, timeout=timeout)
 
-    def answer(self, request: GenerateRequest, *, timeout: float = 600.0) -> Generated:
+    def answer(self, request: GenerateRequest, *, timeout: float | None = None) -> Generated:
+        """The answer to one request. `timeout` in seconds; None: what an answer of its greatest length may take."""
+        if timeout is None:
+            timeout = ANSWER_TIMEOUT + TOKEN_TIMEOUT * request.max_new_tokens
         sampling: dict[str, Any] = {
             "temperature": request.temperature,
             "max_new_tokens": request.max_new_tokens,
             "ignore_eos": request.ignore_eos,
         }
         if request.tap:
-            sampling["custom_params"] = {"tap": True}
-        body = {"rid": request.rid, "input_ids": list(request.input_ids), "sampling_params": sampling}
+            sampling["custom_params"] = {"tap": request.tap}
+        body: dict[str, Any] = {"rid": request.rid, "input_ids": list(request.input_ids), "sampling_params": sampling}
+        if request.tap == "probe":
+            # A prefix that another request left in the radix cache would not be computed, and its rows not be seen.
+            body["extra_key"] = request.rid
         what = f"request {request.rid}"
         payload = self._ask("POST", "/generate", body, timeout=timeout, what=what)
         return _generated(request, payload, what)
@@ -164,10 +176,11 @@ class SglangClient:
         *,
         streams: int,
         on_done: Callable[[Generated], None] | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = None,
     ) -> list[Generated]:
         """Answers in the order of the requests, `streams` of them at a time. `on_done` is called in the calling thread.
 
+        `timeout` is that of each answer, as in `answer`.
         The first failure aborts the requests that are running, and is raised with the rid in its message.
         """
         requests = list(requests)

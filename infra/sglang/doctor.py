@@ -3,13 +3,17 @@
 import json
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from eagle3.conventions.sglang import NEWEST, OLDEST
+from eagle3.errors import Eagle3Error
 from infra.settings import Settings
+from infra.sglang.info import complete_capture_problems, decode_graphs_off
 from infra.sglang.launch import LaunchError, count_gpus, interpreter, resolve_device
+from infra.sglang.staging import read_live
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGINS = ("eagle3_tap", "eagle3_cpu")
@@ -25,6 +29,11 @@ found = {name: version(name) for name in ("sglang", "torch", "transformers")}
 found["python"] = ".".join(map(str, sys.version_info[:3]))
 found["plugins"] = sorted(e.name for e in m.entry_points(group=sys.argv[1]))
 found["real"] = [name for name in ("triton", "torchvision", "sgl_kernel") if u.find_spec(name)]
+found["broken"] = {}
+for e in m.entry_points(group=sys.argv[1]):
+    if e.name.startswith("eagle3_"):
+        spec = u.find_spec(e.value.partition(":")[0])
+        if spec is None: found["broken"][e.name] = e.value
 if sys.argv[2] == "cuda":
     import torch
     found["cuda_devices"] = torch.cuda.device_count()
@@ -59,7 +68,7 @@ def check_sglang(settings: Settings) -> list[DoctorItem]:
         return [*items, DoctorItem("SGLang's interpreter", False, f"{shown}: {type(error).__name__}", mend)]
     items.append(DoctorItem("SGLang's interpreter", True, f"{shown} (Python {found['python']})"))
     items.append(_version_item(found))
-    items += [_plugin_item(name, found["plugins"]) for name in PLUGINS if name != "eagle3_cpu" or device == "cpu"]
+    items += [_plugin_item(name, found) for name in PLUGINS if name != "eagle3_cpu" or device == "cpu"]
     items.append(_torch_item(found) if device == "cuda" else _stand_ins_item(found))
     return items
 
@@ -97,16 +106,46 @@ def _version_item(found: dict[str, Any]) -> DoctorItem:
     return DoctorItem("SGLang", known, version, "" if known else mend)
 
 
-def _plugin_item(name: str, plugins: list[str]) -> DoctorItem:
-    installed = name in plugins
-    mend = "Install this project in SGLang's interpreter, so that SGLang finds its plugins."
-    return DoctorItem(f"Plugin {name}", installed, "found" if installed else "not found", "" if installed else mend)
+def _plugin_item(name: str, found: dict[str, Any]) -> DoctorItem:
+    broken = found["broken"].get(name)
+    right = name in found["plugins"] and broken is None
+    what = "installed" if right else f"its module is gone ({broken})" if broken else "not installed"
+    mend = "Install it in SGLang's interpreter: pip install ./infra/sglang/tap_dist"
+    if name == "eagle3_cpu":
+        mend = "Serve on the CPU with the interpreter of `make install`: unset EAGLE3_SGLANG_PYTHON."
+    return DoctorItem(f"Plugin {name}", right, what, "" if right else mend)
 
 
 def _torch_item(found: dict[str, Any]) -> DoctorItem:
     devices = found.get("cuda_devices", 0)
     mend = "Install a CUDA build of torch in SGLang's interpreter; check CUDA_VISIBLE_DEVICES."
     return DoctorItem("torch and the GPU", devices > 0, f"{found['torch']}, {devices} GPU", "" if devices else mend)
+
+
+def check_server(url: str, staging: Path | None, settings: Settings) -> list[DoctorItem]:
+    """What a running server says of itself: version, capture, graphs; and of its tap, where its folder is named."""
+    from infra.sglang.server import attach
+
+    try:
+        with attach(url, settings=settings) as server:
+            info = server.client.server_info()
+    except Eagle3Error as error:
+        return [DoctorItem("Server", False, url, str(error))]
+    items = [DoctorItem("Server", True, f"{url} serves {info.model_path} with SGLang {info.version}")]
+    problems = complete_capture_problems(info)
+    items.append(DoctorItem("Capture", not problems, "complete" if not problems else "incomplete", " ".join(problems)))
+    way = "while answering" if decode_graphs_off(info) else "answer, then prefill (decode graphs are on)"
+    items.append(DoctorItem("Way to capture", True, way))
+    if staging is None:
+        return [*items, DoctorItem("Tap", False, "not asked", "Name the server's EAGLE3_TAP_DIR with --staging.")]
+    try:
+        live = read_live(staging)
+    except Eagle3Error as error:
+        return [*items, DoctorItem("Tap", False, str(staging), str(error))]
+    missing = f"; this SGLang lacks {', '.join(live.missing_hooks)}" if live.missing_hooks else ""
+    found = f"tap {live.tap_version} in {live.model_class}, captures {list(live.layers_to_capture)}{missing}"
+    mend = "Serve with a SGLang version that the tap knows: see docs/install.md." if live.missing_hooks else ""
+    return [*items, DoctorItem("Tap", not live.missing_hooks, found, mend)]
 
 
 def _stand_ins_item(found: dict[str, Any]) -> DoctorItem:

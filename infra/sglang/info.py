@@ -76,14 +76,7 @@ class ModelInfo(BaseModel):
 
 def capture_problems(info: ServerInfo, ids: EngineIds) -> list[str]:
     """One sentence for each setting that would make a capture incomplete or wrong; empty where all is well."""
-    problems = []
-    if not info.enable_return_aux_hidden_states:
-        problems.append("Capture is off: start the server with --enable-return-aux-hidden-states.")
-    if info.aux_hidden_state_capture != "eagle3":
-        problems.append(
-            f"The capture convention is {info.aux_hidden_state_capture!r}, expected 'eagle3': start the server with "
-            "--speculative-algorithm EAGLE3 beside the capture flag."
-        )
+    problems = complete_capture_problems(info)
     served = info.return_aux_hidden_state_layer_ids
     if served is None or tuple(served) != ids.ids:
         shown = "the model's default" if served is None else list(served)
@@ -95,6 +88,19 @@ def capture_problems(info: ServerInfo, ids: EngineIds) -> list[str]:
         problems.append(
             f"The server is SGLang {info.version}, the ids were made for {ids.version}: ids mean different things in "
             "different versions; convert the capture points again."
+        )
+    return problems
+
+
+def complete_capture_problems(info: ServerInfo) -> list[str]:
+    """One sentence for each setting that would make a capture incomplete, whatever the layers."""
+    problems = []
+    if not info.enable_return_aux_hidden_states:
+        problems.append("Capture is off: start the server with --enable-return-aux-hidden-states.")
+    if info.aux_hidden_state_capture != "eagle3":
+        problems.append(
+            f"The capture convention is {info.aux_hidden_state_capture!r}, expected 'eagle3': start the server with "
+            "--speculative-algorithm EAGLE3 beside the capture flag."
         )
     if not info.disable_radix_cache:
         problems.append(

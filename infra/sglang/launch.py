@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +54,11 @@ class DraftServing(BaseModel):
     num_draft_tokens: int = Field(
         4, ge=2, title="Draft tokens", description="Nodes of a verification, the root included"
     )
+    staging: Path | None = Field(
+        None,
+        title="Staging folder",
+        description="Where the tap writes the states that a request asks for; unset: no tap. Chains only (top-k 1)",
+    )
 
 
 class ServerConfig(BaseModel):
@@ -81,6 +87,12 @@ class ServerConfig(BaseModel):
     )
     random_seed: int = Field(1, ge=0, title="Random seed")
     extra_args: tuple[str, ...] = Field((), title="More arguments", description="Passed to SGLang as they are, last")
+
+    @property
+    def staging(self) -> Path | None:
+        """Where the tap writes; None where it is not loaded."""
+        tapped = self.capture or self.draft
+        return tapped.staging if tapped else None
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPl
     command += _graph_flags(config, device)
     if config.capture:
         command += _capture_flags(config.capture)
-    elif device == "cpu" and latent:
+    elif config.staging or (device == "cpu" and latent):
         command += ["--disable-radix-cache"]
     if config.draft:
         command += _draft_flags(config.draft)
@@ -144,11 +156,21 @@ def interpreter(settings: Settings) -> list[str]:
     return words[:-2]
 
 
-def check_device(device: Literal["cpu", "cuda"]) -> None:
-    """Refuse to serve on a GPU that is not there, and on the CPU beside a GPU: stand-ins would shadow its packages."""
+def check_device(device: Literal["cpu", "cuda"], settings: Settings) -> None:
+    """Refuse to serve on a GPU that is not there, and on the CPU beside a GPU: stand-ins would shadow its packages.
+
+    Also refuses a GPU with this project's CPU environment, whose SGLang lacks its CUDA kernels.
+    """
     gpus = count_gpus()
     if device == "cuda" and not gpus:
         raise LaunchError("the device is cuda, but no NVIDIA GPU answers on this machine: set it to cpu or auto")
+    ours = settings.sglang_python is None and settings.sglang_command is None
+    if device == "cuda" and ours and find_spec("sgl_kernel") is None:
+        raise LaunchError(
+            f"{gpus} NVIDIA GPUs are visible, but this environment is the CPU's (`make install` brings no sgl_kernel): "
+            'hide the GPUs with CUDA_VISIBLE_DEVICES="", or install SGLang for the GPU (docs/install.md) and name its '
+            "interpreter in EAGLE3_SGLANG_PYTHON"
+        )
     if device == "cpu" and gpus:
         raise LaunchError(
             f"the device is cpu, but {gpus} NVIDIA GPUs are visible, and the CPU stand-ins are never used beside one: "
@@ -241,7 +263,7 @@ def _graph_flags(config: ServerConfig, device: str) -> list[str]:
     decode_off, prefill_off = (["--cuda-graph-backend-" + phase, "disabled"] for phase in ("decode", "prefill"))
     if device == "cuda":
         # That the tap sees every row of a prefill graph was read in SGLang's source; nobody has run it on a GPU yet.
-        return [*(decode_off if config.disable_cuda_graph else []), *(prefill_off if config.capture else [])]
+        return [*(decode_off if config.disable_cuda_graph else []), *(prefill_off if config.staging else [])]
     flags = [*decode_off, *prefill_off]
     flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
     # Without it the scheduler polls: an idle server would keep a core busy.
@@ -273,8 +295,8 @@ def _draft_flags(draft: DraftServing) -> list[str]:
 
 def _environment(config: ServerConfig, device: str) -> dict[str, str]:
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if config.capture:
-        env[TAP_VARIABLE] = str(config.capture.staging)
+    if config.staging:
+        env[TAP_VARIABLE] = str(config.staging)
     if device == "cpu":
         env |= _cpu_environment(config)
     return env

@@ -94,11 +94,11 @@ def start_server(
     _check_folder(config.target, "target")
     if config.draft:
         _check_folder(config.draft.path, "drafter")
-    if config.capture:
-        config.capture.staging.mkdir(parents=True, exist_ok=True)
+    if config.staging:
+        config.staging.mkdir(parents=True, exist_ok=True)
     port = _check_port(port) if port is not None else free_ports(1, settings.ports)[0]
     plan = launch_plan(config, port, settings)
-    check_device(plan.device)
+    check_device(plan.device, settings)
     process = _Process(plan, log_path)
     client = SglangClient(f"http://{HOST}:{port}", api_key=plan.api_key)
     try:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ from eagle3.errors import Eagle3Error
 
 _RID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # the tap publishes no other
 _ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
-_TENSORS = {"aux_hidden_states", "final_hidden_state", "input_ids"}
 MAX_HEADER_BYTES = 64 * 1024
 MAX_LIVE_BYTES = 1024 * 1024
 MAX_EVENT_BYTES = 16 * 1024  # one line of an event log
@@ -46,6 +46,7 @@ class StagedRows:
     prompt_tokens: int
     output_tokens: int
     finish_reason: str
+    boundaries: torch.Tensor | None = None  # [rows, N + 2, H] of a probe: `embed`, the layers' outputs, `norm`
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,6 +70,7 @@ class LiveModel(BaseModel):
     device: str
     decode_graphs: bool = Field(description="Decoded tokens run through CUDA graphs: the tap cannot see them")
     prefill_graphs: bool
+    probes: bool = Field(False, description="The tap can see every boundary of a request; it does from 1.1.0 on")
     missing_hooks: tuple[str, ...] = Field(description="Hook points that this SGLang does not have")
 
     @property
@@ -103,24 +105,34 @@ def staged_path(staging: Path, rid: str) -> Path:
     return staging / f"{rid}.safetensors"
 
 
-def read_staged(path: Path, *, num_slots: int, hidden_size: int) -> StagedRows:
+def read_staged(path: Path, *, num_slots: int, hidden_size: int, num_layers: int | None = None) -> StagedRows:
     """Map the rows of one request, `num_slots` captured layers of `hidden_size` values each.
 
-    Raises StagingError where the file is absent, or where it is not exactly what the tap writes for this capture.
+    `num_layers` is given for a probe, whose file holds every boundary of so many layers too. Raises StagingError where
+    the file is absent, or where it is not exactly what the tap writes for this capture.
     """
     if path.is_symlink() or not path.is_file():
         raise StagingError(f"{path}: no staged file; why_missing() reads the reason off the tap's events")
     try:
         with safe_open(path, framework="pt") as file:
             request = _parse(_Request, file.metadata() or {}, str(path))
-            names, wanted = set(file.keys()), _TENSORS
-            if names != wanted:
-                raise StagingError(f"{path}: expected the tensors {sorted(wanted)}, found {sorted(names)}")
+            rows = request.rows
+            shapes = {
+                "aux_hidden_states": [rows, num_slots * hidden_size],
+                "final_hidden_state": [rows, hidden_size],
+                "input_ids": [rows],
+            }
+            if num_layers is not None:
+                shapes["boundaries"] = [rows, num_layers + 2, hidden_size]
+            names = set(file.keys())
+            if names != set(shapes):
+                raise StagingError(f"{path}: expected the tensors {sorted(shapes)}, found {sorted(names)}")
             _check_rows(path, request)
-            _check_shapes(path, file, request.rows, num_slots, hidden_size)
+            _check_shapes(path, file, shapes, f"{num_slots} captured layers of {hidden_size} values")
             aux = file.get_tensor("aux_hidden_states")
             final = file.get_tensor("final_hidden_state")
             ids = file.get_tensor("input_ids")
+            boundaries = file.get_tensor("boundaries") if num_layers is not None else None
             reason = request.finish_type()
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise StagingError(f"{path}: not a file of the tap: {error}") from None
@@ -133,6 +145,7 @@ def read_staged(path: Path, *, num_slots: int, hidden_size: int) -> StagedRows:
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         finish_reason=reason,
+        boundaries=boundaries,
     )
 
 
@@ -147,26 +160,20 @@ def _check_rows(path: Path, request: _Request) -> None:
         )
 
 
-def _check_shapes(path: Path, file: Any, rows: int, num_slots: int, hidden_size: int) -> None:
-    expected = {
-        "aux_hidden_states": [rows, num_slots * hidden_size],
-        "final_hidden_state": [rows, hidden_size],
-        "input_ids": [rows],
-    }
-    slices = {name: file.get_slice(name) for name in expected}
-    for name, shape in expected.items():
+def _check_shapes(path: Path, file: Any, shapes: dict[str, list[int]], what: str) -> None:
+    slices = {name: file.get_slice(name) for name in shapes}
+    for name, shape in shapes.items():
         found = slices[name].get_shape()
         if found != shape:
-            raise StagingError(
-                f"{path}: {name} is {found}, expected {shape} for {num_slots} captured layers of {hidden_size} values"
-            )
-    aux, final, ids = (slices[name].get_dtype() for name in expected)
-    if ids != "I64" or aux != final or aux not in _ITEM_SIZES:
+            raise StagingError(f"{path}: {name} is {found}, expected {shape} for {what}")
+    dtypes = {name: part.get_dtype() for name, part in slices.items()}
+    ids = dtypes.pop("input_ids")
+    (states, *others) = set(dtypes.values())
+    if ids != "I64" or others or states not in _ITEM_SIZES:
         raise StagingError(
-            f"{path}: data types {aux} (aux), {final} (final), {ids} (ids); expected I64 ids and states of one of "
-            f"{', '.join(_ITEM_SIZES)}"
+            f"{path}: data types {dtypes}, {ids} (ids); expected I64 ids and states of one of {', '.join(_ITEM_SIZES)}"
         )
-    payload = rows * ((num_slots + 1) * hidden_size * _ITEM_SIZES[aux] + 8)
+    payload = sum(prod(shape) * (8 if name == "input_ids" else _ITEM_SIZES[states]) for name, shape in shapes.items())
     size = path.stat().st_size
     if not payload < size <= payload + MAX_HEADER_BYTES:
         raise StagingError(f"{path}: {size} bytes where its tensors need {payload}")

@@ -1,8 +1,8 @@
 """The tap: a SGLang plugin that writes a request's hidden states to a staging folder, one file per request.
 
 SGLang loads it through its own entry-point group `sglang.srt.plugins`; it does nothing unless `EAGLE3_TAP_DIR` names a
-folder. It imports the standard library, torch, safetensors and SGLang only, so this one file also works in a foreign
-SGLang build (`tap_dist/` packs it alone). Hook points: SGLang 0.5.23.
+folder. It imports the standard library, torch, safetensors and SGLang only, so that it also works in a foreign SGLang
+build (`tap_dist/` packs this file, `tap_rows.py` and `tap_probe.py` alone). Hook points: SGLang 0.5.23.
 
 A request asks with `sampling_params.custom_params = {"tap": true}` and gets `<rid>.safetensors`, which is there before
 the final answer leaves the server:
@@ -10,6 +10,11 @@ the final answer leaves the server:
     aux_hidden_states   [rows, K*H]  captured layers, concatenated in the order in which the model delivers them
     final_hidden_state  [rows, H]    what the logits processor received: the state after the final norm
     input_ids           [rows]       int64
+
+A probe asks with `{"tap": "probe"}` and one token to generate. Its file also has every boundary, seen another way
+(`tap_probe.py`):
+
+    boundaries          [rows, N+2, H]  `embed`, the outputs of layers 0 ... N-1, `norm`
 
 Row i is the state after reading token i; rows = prompt + output - 1, for the last token of an answer is never read.
 Every other outcome is a line in `events.<pid>.jsonl` that names the request and says why. `live.<pid>.json` tells what
@@ -21,16 +26,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
-TAP_VERSION = "1.0.0"
+from .tap_probe import Walk, check_parallel, decoder_of
+from .tap_rows import Capture, collect, mark, mark_of, spans_of
+
+TAP_VERSION = "1.1.0"
 ENV_DIR = "EAGLE3_TAP_DIR"
 
 # (method of Tap, kind of hook, what it is hooked to in sglang.srt)
@@ -48,60 +54,6 @@ _ATTRIBUTE = "_eagle3_tap"
 _UNSEEN = object()
 
 _log = logging.getLogger("eagle3.tap")
-
-
-class Capture:
-    """The rows of one request, in the order of their positions, in the host's memory."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.failure: str | None = None
-        self._parts: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []  # (position, ids, aux, final)
-
-    def write(self, position: int, ids: torch.Tensor, aux: torch.Tensor, final: torch.Tensor) -> None:
-        """Put rows at `position` and after; what stood there is replaced (retraction, rejected drafts)."""
-        if position > self.rows:
-            self.fail(
-                f"rows {self.rows} to {position - 1} were not computed while this request ran (a hit in the prefix "
-                "cache, or a CUDA graph, which runs no hook)"
-            )
-            return
-        self.rewind(position)
-        self._parts.append((position, ids, aux, final))
-        self.rows = position + len(ids)
-
-    def rewind(self, rows: int) -> None:
-        """Forget every row at position `rows` and after."""
-        while self._parts and self._parts[-1][0] >= rows:
-            self._parts.pop()
-        if self._parts:
-            position, ids, aux, final = self._parts[-1]
-            keep = rows - position
-            if keep < len(ids):
-                self._parts[-1] = (position, ids[:keep], aux[:keep], final[:keep])
-        self.rows = min(self.rows, rows)
-
-    def fail(self, why: str) -> None:
-        """This request cannot be published any more: the first reason is kept, the rows are let go."""
-        self.failure = self.failure or why
-        self.rewind(0)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        ids, aux, final = (torch.cat([part[i] for part in self._parts]) for i in (1, 2, 3))
-        return {"aux_hidden_states": aux, "final_hidden_state": final, "input_ids": ids.to(torch.int64)}
-
-
-class _Marked(list):
-    """A list of the forward batch that also carries its captures.
-
-    SGLang copies a forward batch field by field: an attribute of our own on it would be lost, its lists are handed on.
-    `rids` reaches the logits processor in an eager run, `extend_seq_lens_cpu` also where a prefill graph builds a batch
-    of its own (read in SGLang's source, not run: launch.py keeps these graphs off). A drafter's batches stay unmarked.
-    """
-
-    def __init__(self, items: Iterable[Any], captures: list[tuple[int, Capture]]) -> None:
-        super().__init__(items)
-        self.captures = captures
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +78,7 @@ class Tap:
         self.folder = folder
         self._events = folder / f"events.{os.getpid()}.jsonl"
         self._announced = False
+        self._walk: Walk | None = None
 
     @_guarded
     def announce(self, _result: Any, runner: Any, *_: Any, **__: Any) -> None:
@@ -150,10 +103,35 @@ class Tap:
                 setattr(req, _ATTRIBUTE, capture)
             if capture is not None and capture.failure is None:
                 captures.append((index, capture))
-        if captures:
-            forward_batch.rids = _Marked(forward_batch.rids, captures)
-            if forward_batch.extend_seq_lens_cpu is not None:
-                forward_batch.extend_seq_lens_cpu = _Marked(forward_batch.extend_seq_lens_cpu, captures)
+        walk = self._look(forward_batch, batch.reqs, model_runner, captures)
+        if captures or walk:
+            mark(forward_batch, captures, walk)
+
+    def _look(self, forward_batch: Any, reqs: Any, runner: Any, captures: list[tuple[int, Capture]]) -> Walk | None:
+        """Look at every boundary of this pass where a probe is in it: on every rank, whatever this one keeps."""
+        if self._walk:  # of a pass that never came to the logits
+            self._walk.end()
+            self._walk = None
+        if not any(wants_probe(req) and not why_refused(req, runner.server_args) for req in reqs):
+            return None
+        probes = [(index, capture) for index, capture in captures if capture.probe]
+        try:
+            check_parallel()
+            layers, norm = decoder_of(
+                runner.model, capture_list(runner.model)[0], runner.model_config.num_hidden_layers
+            )
+            spans = spans_of(forward_batch)
+            self._walk = Walk(
+                layers,
+                norm,
+                hidden_size=runner.model_config.hidden_size,
+                num_tokens=spans[-1][1],
+                spans={index: spans[index] for index, _ in probes},
+            )
+        except Exception as error:  # noqa: BLE001 - the other requests of the batch keep their rows
+            for _, capture in probes:
+                capture.fail(f"no probe: {error}")
+        return self._walk
 
     @_guarded
     def _begin(self, req: Any, server_args: Any) -> Capture | None:
@@ -165,16 +143,21 @@ class Tap:
             return None
         # The file of an earlier request with this rid must never pass for this one's.
         self._file(req.rid).unlink(missing_ok=True)
-        return Capture()
+        return Capture(probe=wants_probe(req))
 
     @_guarded
     def on_states(self, _processor: Any, *args: Any, **named: Any) -> None:
         """Copy the rows of the marked requests; SGLang's models pass some arguments by name."""
         given = dict(zip(_STATES_ARGUMENTS, args, strict=False)) | named
-        captures = captures_of(given["logits_metadata"])
+        marked = mark_of(given["logits_metadata"])
+        if marked is None:
+            return
+        captures, walk = marked.captures, marked.walk
         try:
+            if walk:
+                walk.end()
             if captures:
-                collect(captures, **given)
+                collect(captures, walk=walk, **given)
         except Exception as error:  # noqa: BLE001 - the requests of this batch have lost rows
             for _index, capture in captures:
                 capture.fail(f"{type(error).__name__}: {error}")
@@ -251,9 +234,15 @@ class Tap:
 
 
 def asks(req: Any) -> bool:
-    """Whether a request wants its states: `custom_params = {"tap": true}`, nothing else counts."""
+    """Whether a request wants its states: `custom_params = {"tap": true}`, or "probe"; nothing else counts."""
     params = getattr(req.sampling_params, "custom_params", None)
-    return isinstance(params, dict) and params.get("tap") is True
+    return isinstance(params, dict) and (params.get("tap") is True or wants_probe(req))
+
+
+def wants_probe(req: Any) -> bool:
+    """Whether a request wants every boundary too: `custom_params = {"tap": "probe"}`."""
+    params = getattr(req.sampling_params, "custom_params", None)
+    return isinstance(params, dict) and params.get("tap") == "probe"
 
 
 def why_refused(req: Any, server_args: Any) -> str | None:
@@ -265,6 +254,8 @@ def why_refused(req: Any, server_args: Any) -> str | None:
         return "several answers for one request (n, beam_width): ask for one"
     if (server_args.speculative_eagle_topk or 1) > 1:
         return "the server drafts trees (--speculative-eagle-topk above 1): rows of rejected branches could pass"
+    if wants_probe(req) and params.max_new_tokens != 1:
+        return "a probe is read, not answered: ask for one token (max_new_tokens 1)"
     return None
 
 
@@ -274,59 +265,6 @@ def is_writer() -> bool:
 
     parallel = get_parallel()
     return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
-
-
-def captures_of(forward_batch: Any) -> list[tuple[int, Capture]]:
-    lists = (getattr(forward_batch, name, None) for name in ("rids", "extend_seq_lens_cpu"))
-    return next((marked.captures for marked in lists if isinstance(marked, _Marked)), [])
-
-
-def collect(
-    captures: list[tuple[int, Capture]], input_ids: Any, hidden_states: Any, logits_metadata: Any, **more: Any
-) -> None:
-    """Copy the captured requests' rows out of a forward pass: the engine uses the memory of every tensor again."""
-    aux = more.get("aux_hidden_states")
-    if aux is None or len(aux) == 0:
-        raise ValueError("the model captures no layers: the server runs without --enable-return-aux-hidden-states")
-    every = _spans(logits_metadata)
-    spans = [every[index] for index, _ in captures]
-    layers = [aux] if isinstance(aux, torch.Tensor) else aux  # packed, or a list of one tensor per layer
-    tensors = (
-        _rows(logits_metadata.positions, spans),
-        _rows(input_ids, spans),
-        torch.cat([_rows(layer, spans) for layer in layers], dim=-1),
-        _rows(hidden_states, spans),
-    )
-    lengths = [end - start for start, end in spans]
-    # One transfer per tensor. A sequence that is sharded over ranks has too few rows, which split refuses.
-    split = [tensor.cpu().split(lengths) for tensor in tensors]
-    for (_, capture), positions, *rows in zip(captures, *split, strict=True):
-        where = positions.tolist()
-        if where != list(range(where[0], where[0] + len(where))):
-            capture.fail("its rows are not consecutive positions: a draft tree, or a sequence sharded over ranks")
-        else:
-            # A view would keep the rows of the whole batch in memory.
-            capture.write(where[0], *(rows if len(spans) == 1 else [part.clone() for part in rows]))
-
-
-def _spans(forward_batch: Any) -> list[tuple[int, int]]:
-    """First and last row of every request of the batch in its packed tensors."""
-    mode, size = forward_batch.forward_mode, forward_batch.batch_size
-    if mode.is_target_verify():
-        lengths: Sequence[int] = [forward_batch.spec_info.draft_token_num] * size
-    elif mode.is_decode():
-        lengths = [1] * size
-    elif mode.is_extend():
-        lengths = forward_batch.extend_seq_lens_cpu
-    else:
-        raise ValueError(f"a batch of mode {mode.name} is not known to the tap")
-    ends = list(accumulate(lengths))
-    return list(zip([0, *ends], ends, strict=False))
-
-
-def _rows(packed: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
-    """The rows of the spans, joined, as a tensor of their own."""
-    return torch.cat([packed[start:end] for start, end in spans])
 
 
 def describe(runner: Any) -> dict[str, Any]:
@@ -353,6 +291,7 @@ def describe(runner: Any) -> dict[str, Any]:
         "dp_rank": parallel.dp_rank,
         "decode_graphs": decode not in (None, eager),
         "prefill_graphs": prefill not in (None, eager),
+        "probes": True,
         "missing_hooks": sorted({f"sglang.srt.{target}" for _, _, target in _HOOKS} - HookRegistry._patched),
     }
 

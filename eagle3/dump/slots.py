@@ -1,0 +1,19 @@
+"""Captured states as evidence sees them: rows of one sequence under labels, whoever captured them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SlotSample:
+    """The slots of one sequence: row t of each state is the state after reading token t.
+
+    A label is a capture point's name in our own dumps; `aux_0`, `aux_1`, ... and `final` in other people's, whose names
+    claim nothing.
+    """
+
+    id: str
+    input_ids: torch.Tensor  # [T] int64
+    states: Mapping[str, torch.Tensor]  # label -> [T, H]

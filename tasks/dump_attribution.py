@@ -1,0 +1,186 @@
+"""Which layers does a dump really hold? Its samples against the target, or against the probe that came with it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from eagle3.capture import CapturePoint
+from eagle3.errors import Eagle3Error
+from infra.settings import Settings
+from tasks.artifacts import CannotCheck
+from tasks.dumps import OpenedDump, OthersDump, Progress, PublishedDump, slots_of
+from tasks.params import TargetParams
+from tasks.targets import open_target
+
+if TYPE_CHECKING:
+    from eagle3.dump.slots import SlotSample
+    from eagle3.evidence.attributed import Attribution, SlotAttribution, SlotVerdict
+    from eagle3.evidence.attribution import Reference
+
+MOST_SHARDS = 4
+"""Shards that are read (or fetched) for an attribution; its samples are spread over them."""
+
+
+class WrongClaim(Eagle3Error, ValueError):
+    """A claim that does not fit the slots of a dump."""
+
+
+@dataclass(frozen=True)
+class AttributedDump:
+    """Which layers a dump really holds, and who claimed what."""
+
+    where: str
+    layout: str
+    claimed_by: str
+    attribution: "Attribution"
+
+    @property
+    def altered(self) -> "tuple[SlotAttribution, ...]":
+        """Slots of which nothing is claimed and which are no plain tensor of the target: shifted, scaled or normed.
+
+        No claim could make them right.
+        """
+        slots = (slot for slot in self.attribution.slots if slot.claimed is None and slot.verdict == "proven")
+        return tuple(slot for slot in slots if str(slot.found) != slot.found.point)
+
+    @property
+    def verdict(self) -> "SlotVerdict":
+        return "refuted" if self.altered else self.attribution.verdict
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What the samples are compared with."""
+
+    reference: "Reference"
+    model_class: str
+    vocab_size: int
+
+
+def attribute_dump(
+    dump: PublishedDump | OthersDump,
+    settings: Settings,
+    *,
+    target: str | None,
+    on_progress: Progress,
+    reference: Literal["target", "probe"] | None = None,
+    claim: Sequence[CapturePoint] = (),
+    accept_target: bool = False,
+    trust_remote_code: bool = False,
+) -> AttributedDump:
+    """Match every slot of the dump against every boundary of the target (or of the dump's own probe).
+
+    `target` is a Hugging Face folder; for our own dumps it must be the one of the manifest, unless `accept_target`.
+    `claim` replaces what the dump claims: a point for each aux slot in order, or for every slot.
+
+    Raises WrongClaim, WrongTarget, TargetError, MissingIds, CannotCheck, DumpError, StoreError.
+    """
+    from eagle3.evidence.attribution import attribute
+
+    if (reference or ("probe" if target is None else "target")) == "probe":
+        compared = _probe(dump, settings)
+    elif target is None:
+        raise CannotCheck("no target was named: give its Hugging Face folder with --target DIR")
+    else:
+        params = TargetParams(path=target, trust_remote_code=trust_remote_code)
+        compared = _target(dump, params, settings, accept=accept_target)
+    claims, claimed_by = dump.claims(compared.reference.num_layers), dump.claimed_by
+    if claim:
+        claims, claimed_by = claims | _claims(dump, claim), "the command line"
+    chosen = _chosen(dump, compared.reference.sample_ids, settings)
+    attribution = attribute(
+        _first_rows(chosen, compared.vocab_size, on_progress),
+        claims,
+        compared.reference,
+        dtype=dump.dtype,
+        model_class=compared.model_class,
+    )
+    return AttributedDump(dump.where, dump.layout, claimed_by, attribution)
+
+
+def _claims(dump: OpenedDump, claim: Sequence[CapturePoint]) -> dict[str, CapturePoint | None]:
+    if len(claim) not in (dump.num_aux, len(dump.labels)):
+        raise WrongClaim(
+            f"{len(claim)} points are claimed ({', '.join(claim)}) for a dump of {', '.join(dump.labels)}: name "
+            f"{dump.num_aux}, for the aux slots in order, or {len(dump.labels)}, with the final state"
+        )
+    return dict(zip(dump.labels, claim, strict=False))
+
+
+def _target(dump: PublishedDump | OthersDump, params: TargetParams, settings: Settings, *, accept: bool) -> _Compared:
+    from eagle3.evidence.attribution import TargetReference, WrongTarget
+
+    target = open_target(params, settings)
+    if target.hidden_size != dump.hidden_size:
+        raise WrongTarget(
+            f"{target.path} has states of width {target.hidden_size}, the dump {dump.where} holds states of width "
+            f"{dump.hidden_size}: it is another target. Give the folder that was served"
+        )
+    reference = TargetReference(target)
+    if isinstance(dump, PublishedDump) and not accept:
+        reference.check(dump.manifest.target)
+    return _Compared(reference, target.model_class, target.vocab_size)
+
+
+def _probe(dump: PublishedDump | OthersDump, settings: Settings) -> _Compared:
+    from eagle3.dump.probe import ProbeReference, read_dump_probe
+
+    if not isinstance(dump, PublishedDump) or dump.manifest.probe is None:
+        raise CannotCheck(
+            f"{dump.where} has no probe, so its states can only be compared with the target itself: give its Hugging "
+            "Face folder with --target DIR"
+        )
+    with dump.reader([dump.manifest.probe], settings) as reader:
+        probe = read_dump_probe(reader.folder, dump.manifest)
+    assert probe is not None
+    return _Compared(ProbeReference(probe), dump.manifest.target.model_class, dump.manifest.target.vocab_size)
+
+
+def _chosen(
+    dump: PublishedDump | OthersDump, known: "Collection[str] | None", settings: Settings
+) -> "Iterator[tuple[SlotSample, int]]":
+    """Samples, and how many of their first tokens to look at; for a probe, those whose states it holds."""
+    from eagle3.evidence.attribution_check import MAX_SAMPLES, TOKEN_BUDGET, choose_samples
+
+    if isinstance(dump, OthersDump):
+        places = _spread(dump.num_samples, MAX_SAMPLES)
+        for index in places:
+            yield dump.dump.sample(index).slots(), TOKEN_BUDGET // len(places)
+        return
+    with dump.reader([], settings) as reader:
+        records = reader.records
+    shards = list(dict.fromkeys(record.shard for record in records))
+    used = {shards[place] for place in _spread(len(shards), MOST_SHARDS)}
+    near = [index for index, record in enumerate(records) if known is not None or record.shard in used]
+    chosen = {near[place]: tokens for place, tokens in choose_samples([records[index] for index in near], known)}
+    for shard in dict.fromkeys(records[index].shard for index in chosen):
+        with dump.reader([dump.manifest.shards[shard]], settings) as reader:
+            for index, tokens in chosen.items():
+                if records[index].shard == shard:
+                    yield slots_of(reader, index), tokens
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """At most `count` places of range(total), evenly spread, both ends included."""
+    if total <= count:
+        return list(range(total))
+    return [round(place * (total - 1) / (count - 1)) for place in range(count)]
+
+
+def _first_rows(
+    chosen: "Iterator[tuple[SlotSample, int]]", vocab_size: int, on_progress: Progress
+) -> "Iterator[SlotSample]":
+    """A decoder reads from left to right: the first rows need no others."""
+    from eagle3.dump.slots import SlotSample
+    from eagle3.evidence.attribution import WrongTarget
+
+    for number, (sample, tokens) in enumerate(chosen, start=1):
+        on_progress(number, 0)
+        ids = sample.input_ids[:tokens]
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise WrongTarget(
+                f"sample {sample.id!r} holds token id {int(ids.max())}, and the target's ids end at {vocab_size - 1}: "
+                "it is another target, or the ids are of another tokenizer"
+            )
+        states = {label: state[:tokens] for label, state in sample.states.items()}
+        yield SlotSample(id=sample.id, input_ids=ids, states=states)

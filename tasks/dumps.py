@@ -1,0 +1,208 @@
+"""Dumps as a person asks about them: ours wherever they are published, other people's from the disk.
+
+`open_dump` finds out which of the two a name is, `describe` says what it is, `compare` what sets two apart;
+`tasks.dump_attribution` says which layers it holds.
+"""
+
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from eagle3.capture import CapturePoint
+from eagle3.dump.manifest import MANIFEST_NAME, DumpError, FileEntry
+from infra.settings import Settings
+from infra.store import Store, open_store
+from tasks.artifacts import CannotCheck, read_manifest
+
+if TYPE_CHECKING:
+    from eagle3.dump.foreign import ForeignDump
+    from eagle3.dump.reader import DumpReader
+    from eagle3.dump.slots import SlotSample
+    from eagle3.evidence.compare import Comparison
+
+Progress = Callable[[int, int], None]
+"""(samples done, samples in all)"""
+
+
+class OpenedDump(Protocol):
+    """A dump, whoever made it: its slots in order, and its samples."""
+
+    where: str
+    layout: str
+    made_by: str
+    claimed_by: str
+    labels: tuple[str, ...]
+    num_aux: int
+    hidden_size: int
+    dtype: str
+    num_samples: int
+
+    def claims(self, num_layers: int) -> dict[str, CapturePoint | None]:
+        """What is claimed of each slot, for a target of that depth; None: nothing."""
+
+    def claim_in_words(self, label: str) -> str | None:
+        """The same where the depth is not known."""
+
+    def samples(self, settings: Settings) -> Iterator["SlotSample"]:
+        """Every sample in order. DumpError for a damaged file, MissingIds where there are no token ids."""
+
+
+class PublishedDump:
+    """One of our own: a prefix with a manifest, in a store or in a folder."""
+
+    layout, claimed_by = "eagle3", "its manifest"
+
+    def __init__(self, uri: str, store: Store) -> None:
+        self.where, self._store = uri, store
+        self.manifest = read_manifest(uri, store)
+        self.folder = Path(url2pathname(urlsplit(uri).path)) if uri.startswith("file://") else None
+        self.made_by = f"this project, {self.manifest.created_at:%Y-%m-%d %H:%M} UTC"
+        self.labels, self.num_aux = tuple(map(str, self.manifest.spec.points)), len(self.manifest.spec.aux)
+        self.hidden_size, self.dtype = self.manifest.target.hidden_size, str(self.manifest.dtype)
+        self.num_samples = self.manifest.num_samples
+
+    def claims(self, _num_layers: int) -> dict[str, CapturePoint | None]:
+        return {str(point): point for point in self.manifest.spec.points}
+
+    def claim_in_words(self, label: str) -> str | None:
+        return label
+
+    @contextmanager
+    def reader(self, files: Collection[FileEntry], settings: Settings) -> Iterator["DumpReader"]:
+        """The dump with those files at hand, each compared with its digest; the others are not touched.
+
+        DumpError or StoreCorrupt where a file is not the one that the manifest names.
+        """
+        from eagle3.dump.reader import DumpReader
+
+        if self.folder is not None:
+            for entry in files:
+                _check_bytes(self.folder, entry)
+            yield DumpReader.open(self.folder, expect_sha256=self.manifest.digest())
+            return
+        parent = settings.root / "staging"
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="look-", dir=parent) as name:
+            folder = Path(name)
+            (folder / MANIFEST_NAME).write_bytes(self.manifest.canonical())
+            for entry in (self.manifest.samples, *files):
+                self._store.get_file(entry.name, folder / entry.name, sha256=entry.sha256, size=entry.bytes)
+            yield DumpReader.open(folder, expect_sha256=self.manifest.digest())
+
+    def samples(self, settings: Settings) -> Iterator["SlotSample"]:
+        """With one shard at hand at a time."""
+        for shard, entry in enumerate(self.manifest.shards):
+            with self.reader([entry], settings) as reader:
+                for index in reader.samples_of(shard):
+                    yield slots_of(reader, index)
+
+
+def slots_of(reader: "DumpReader", index: int) -> "SlotSample":
+    """A sample of ours for attribution and comparison."""
+    from eagle3.dump.slots import SlotSample
+
+    sample = reader.read(index)
+    states = {str(point): state for point, state in sample.states.items()}
+    return SlotSample(id=sample.id, input_ids=sample.input_ids, states=states)
+
+
+class OthersDump:
+    """Somebody else's, on this machine's disk."""
+
+    def __init__(self, dump: "ForeignDump") -> None:
+        self.dump, self.where = dump, str(dump.path)
+        self.layout, self.made_by, self.claimed_by = dump.layout.name, dump.layout.made_by, dump.layout.claimed_by
+        self.labels = dump.labels
+        self.num_aux = sum(label.startswith("aux_") for label in dump.labels)
+        self.hidden_size, self.dtype, self.num_samples = dump.hidden_size, dump.dtype, len(dump)
+
+    def claims(self, num_layers: int) -> dict[str, CapturePoint | None]:
+        return self.dump.claims(num_layers)
+
+    def claim_in_words(self, label: str) -> str | None:
+        return self.dump.layout.claimed.get(label)
+
+    def samples(self, _settings: Settings) -> Iterator["SlotSample"]:
+        return (sample.slots() for sample in self.dump)
+
+
+def open_dump(
+    named: str, settings: Settings, *, layout: str | None = None, ids: Path | None = None
+) -> PublishedDump | OthersDump:
+    """Ours where there is a manifest, else one of the layouts of `eagle3.dump.foreign`; `layout` skips the manifest.
+
+    Raises DumpError (UnknownLayout says what was looked for), StoreError, CannotCheck.
+    """
+    path = _path(named)
+    if layout is None and (path is None or (path / MANIFEST_NAME).is_file()):
+        uri = named.rstrip("/") if path is None else path.as_uri()
+        return PublishedDump(uri, open_store(uri, settings))
+    if path is None:
+        raise CannotCheck(f"{named}: other people's dumps are read from this machine's disk. Copy it here first")
+    from eagle3.dump.foreign import open_foreign
+
+    return OthersDump(open_foreign(path, layout=layout, ids=ids))
+
+
+def _path(named: str) -> Path | None:
+    if "://" not in named:
+        return Path(named).expanduser().resolve()
+    return Path(url2pathname(urlsplit(named).path)) if named.startswith("file://") else None
+
+
+def _check_bytes(folder: Path, entry: FileEntry) -> None:
+    from eagle3.digests import sha256_file
+    from eagle3.dump.files import check_size, inside
+
+    path = inside(folder, entry.name)
+    check_size(path, entry.bytes)
+    if (found := sha256_file(path)) != entry.sha256:
+        raise DumpError(
+            f"{path} is not the file that the manifest names: sha256 {found[:12]}… instead of {entry.sha256[:12]}…. "
+            "A copy broke off, a disk failed, or somebody changed it (`eagle3 dump verify` looks at every file): fetch "
+            "the dump again"
+        )
+
+
+def compare(first: OpenedDump, second: OpenedDump, settings: Settings, on_progress: Progress) -> "Comparison":
+    """Statistics of every slot side by side, and the rows of the samples that both hold.
+
+    Slots pair by name; those of somebody else's dump take the names of ours in order, where both have as many. Raises
+    CannotCheck where the two cannot be of one target, MissingIds, DumpError, StoreError.
+    """
+    from eagle3.dump.slots import SlotSample
+    from eagle3.evidence.compare import compare_captures
+
+    if first.hidden_size != second.hidden_size:
+        raise CannotCheck(
+            f"the states of {first.where} are {first.hidden_size} wide, those of {second.where} {second.hidden_size}: "
+            "they are of different targets, and there is nothing to compare"
+        )
+    ours = next((dump.labels for dump in (first, second) if isinstance(dump, PublishedDump)), ())
+    total, done = first.num_samples + second.num_samples, 0
+
+    def taken(dump: OpenedDump) -> dict[str, str]:
+        """How this comparison calls the slots of a dump."""
+        pairs = isinstance(dump, OthersDump) and len(ours) == len(dump.labels)
+        return dict(zip(dump.labels, ours if pairs else dump.labels, strict=True))
+
+    def called(dump: OpenedDump) -> str:
+        renamed = ", ".join(f"{label} as {name}" for label, name in taken(dump).items() if label != name)
+        return f"{dump.where} ({renamed})" if renamed else dump.where
+
+    def samples(dump: OpenedDump) -> "Iterator[SlotSample]":
+        nonlocal done
+        names = taken(dump)
+        for sample in dump.samples(settings):
+            done += 1
+            on_progress(done, total)
+            states = {names[label]: state for label, state in sample.states.items()}
+            yield SlotSample(id=sample.id, input_ids=sample.input_ids, states=states)
+
+    return compare_captures(
+        samples(first), samples(second), dtypes=(first.dtype, second.dtype), names=(called(first), called(second))
+    )
