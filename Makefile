@@ -17,6 +17,9 @@ $(INSTALLED): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# An index that serves no CPU build of torch gives the CUDA one, which does not import without its libraries.
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "torch came as its CUDA build: its libraries too (3 GB) ..."; \
+	  $(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" && $(BIN)/python -c 'import torch'; }
 	touch $(INSTALLED)
 
 demo: install

@@ -26,6 +26,7 @@ def benchmark(params: BenchmarkParams) -> BenchmarkResult:
         BenchmarkResult(
             checkpoint=params.checkpoint,
             served=measured.served,
+            dtype=measured.engine["dtype"],
             mlflow_run_id=run_id,
             seconds=time.monotonic() - start,
         ),

@@ -1,18 +1,17 @@
 """The command `eagle3`. Exit codes: 0 done, 1 an error with a message, 2 wrong usage (3: could not be checked)."""
 
-import json
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from eagle3.capture import CapturePoint
-from eagle3.conventions import EngineIds, ids_of, points_of
 from eagle3.errors import Eagle3Error
+from flows import cli_layers, cli_probe
+from flows.cli_dump import dump_app
+from flows.console import AsJson, err, out, print_json
 from infra.quiet import quiet_libraries
 from infra.settings import Settings
 
@@ -22,14 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="From prompts to an audited EAGLE-3 drafter.\n\nStart with [bold]eagle3 demo[/bold].",
 )
-dump_app = typer.Typer(no_args_is_help=True, help="Look at dumps.")
 app.add_typer(dump_app, name="dump")
+app.command("layers", epilog=cli_layers.EPILOG)(cli_layers.layers)
+app.command("probe", epilog=cli_probe.EPILOG)(cli_probe.probe)
 
-# A pipe or a log has no width of its own: lines stay whole there.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-err = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 200)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Prompts = Annotated[Path | None, typer.Option(help="Other prompts (JSON lines).")]
 NumTrain = Annotated[int | None, typer.Option(min=1, help="Train on so many of the prompts; unset: on all.")]
 Also = Annotated[list[Path] | None, typer.Option(help="Report acceptance on this file too (repeatable).")]
@@ -49,10 +44,6 @@ def _escape(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
-
-
 @app.command(
     epilog="Examples:  [bold]eagle3 demo[/bold]   ·   [bold]eagle3 demo --exit[/bold]   ·   "
     "[bold]eagle3 demo --prompts my.jsonl --num-train 200 --also gsm8k_test.jsonl[/bold]"
@@ -69,7 +60,7 @@ def demo(
     from flows.demo import run_demo
     from flows.options import pipeline_params
 
-    run_demo(pipeline_params(prompts=prompts, num_train=num_train, also=also), Settings(), out, stay=not leave)
+    run_demo(pipeline_params(prompts=prompts, num_train=num_train, also=also), Settings.load(), out, stay=not leave)
 
 
 @app.command(epilog="Example:  [bold]eagle3 up && eagle3 status[/bold]")
@@ -78,7 +69,7 @@ def up() -> None:
     from infra import stack
 
     start = time.monotonic()
-    state = stack.up(Settings(), on_progress=lambda text: out.print(text, markup=False)).state
+    state = stack.up(Settings.load(), on_progress=lambda text: out.print(text, markup=False)).state
     out.print(f"up in {time.monotonic() - start:.0f} s")
     out.print(
         f"Prefect  {state.prefect_ui_url}\nMLflow   {state.mlflow_url}\nS3       {state.s3_endpoint}", markup=False
@@ -90,7 +81,10 @@ def down() -> None:
     """End every process of the local stack, flow runs and SGLang servers included. Data stays."""
     from infra import stack
 
-    stack.down(Settings(), on_progress=lambda text: out.print(text, markup=False))
+    settings = Settings.load()
+    ended = stack.down(settings, on_progress=lambda text: out.print(text, markup=False))
+    what = f"ended {ended} processes of" if ended else "nothing ran in"
+    out.print(f"{what} {settings.root} (EAGLE3_HOME)", markup=False, soft_wrap=True)
 
 
 @app.command(epilog="Example:  [bold]eagle3 status --json[/bold]")
@@ -100,9 +94,10 @@ def status(as_json: AsJson = False) -> None:
 
     from infra import stack
 
-    parts = stack.status(Settings())
+    settings = Settings.load()
+    parts = stack.status(settings)
     if as_json:
-        _print_json([part.model_dump(mode="json") for part in parts])
+        print_json([part.model_dump(mode="json") for part in parts])
     else:
         table = Table("part", "state", "address", "what to do")
         for part in parts:
@@ -110,6 +105,7 @@ def status(as_json: AsJson = False) -> None:
                 part.name, part.state if part.healthy else f"[red]{part.state}[/red]", part.url or "", part.mend
             )
         out.print(table)
+        out.print(f"home: {settings.root} (EAGLE3_HOME)", markup=False, soft_wrap=True)
     if not all(part.healthy for part in parts):
         raise typer.Exit(1)
 
@@ -131,14 +127,14 @@ def run(
     from flows.options import pipeline_params
 
     params = pipeline_params(config, prompts=prompts, num_train=num_train, also=also, name=name)
-    settings = Settings()
+    settings = Settings.load()
     if dry_run:
         from flows import show
         from tasks.planning import plan_pipeline
 
         plan = plan_pipeline(params, settings)
         if as_json:
-            _print_json(plan.model_dump(mode="json"))
+            print_json(plan.model_dump(mode="json"))
         else:
             show.print_plan(plan, out)
         return
@@ -148,65 +144,9 @@ def run(
     from flows import show  # it imports Prefect, which must not come before the server's address
 
     if as_json:
-        _print_json(result.model_dump(mode="json"))
+        print_json(result.model_dump(mode="json"))
     else:
         show.print_result(result, out)
-
-
-@app.command(
-    epilog="Examples:  [bold]eagle3 layers --model-class LlamaForCausalLM --num-layers 30 --ids 2,15,27[/bold]   ·   "
-    "[bold]eagle3 layers --model-class KimiK25ForConditionalGeneration --num-layers 61 "
-    "--points layers.2,layers.30,layers.58[/bold]"
-)
-def layers(
-    model_class: Annotated[str, typer.Option(help="`architectures[0]` of the target's config.json.")],
-    num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the target.")],
-    ids: Annotated[str | None, typer.Option(help="The engine's ids, e.g. 2,15,27.")] = None,
-    points: Annotated[str | None, typer.Option(help="Canonical names, e.g. layers.2,layers.15,layers.27.")] = None,
-    engine: Annotated[str, typer.Option(help="Engine.")] = "sglang",
-    engine_version: Annotated[str, typer.Option(help="Its version.")] = "0.5.23",
-    as_json: AsJson = False,
-) -> None:
-    """Say which tensors an engine's layer ids capture, or which ids capture the tensors you want."""
-    if (ids is None) == (points is None):
-        raise typer.BadParameter("give either --ids or --points")
-    if ids is not None:
-        try:
-            numbers = tuple(int(part) for part in ids.split(","))
-        except ValueError:
-            raise typer.BadParameter(
-                f"--ids takes integers with commas between them, e.g. 2,15,27; got {ids!r}"
-            ) from None
-        engine_ids = EngineIds(engine=engine, version=engine_version, model_class=model_class, ids=numbers)
-        captured = points_of(engine_ids, num_layers)
-    else:
-        captured = tuple(CapturePoint(part.strip()) for part in (points or "").split(","))
-        engine_ids = ids_of(
-            captured, engine=engine, version=engine_version, model_class=model_class, num_layers=num_layers
-        )
-    words = [f"{point}: {_in_words(point)}" for point in captured]
-    if as_json:
-        _print_json(
-            {
-                "points": list(captured),
-                "ids": list(engine_ids.ids),
-                "engine": engine_ids.model_dump(mode="json"),
-                "explanation": words,
-                "warnings": [],
-            }
-        )
-        return
-    out.print(f"ids     {engine_ids}\npoints  {', '.join(captured)}", markup=False)
-    for line in words:
-        out.print(f"  {line}", markup=False)
-
-
-def _in_words(point: CapturePoint) -> str:
-    if point.boundary is None:
-        return "the output of the final norm"
-    if point.boundary == 0:
-        return "the token embedding = the input of layer 0"
-    return f"captured at the input of layer {point.boundary} = output of layer {point.boundary - 1}"
 
 
 @app.command(
@@ -224,49 +164,31 @@ def lineage(
     name, _, which = drafter.rpartition("@")
     if not name or not which:
         raise typer.BadParameter(f"expected NAME@ALIAS or NAME@VERSION, got {drafter!r}")
-    tree = Lineage(connect(Settings()).mlflow_uri()).walk(name, which)
+    tree = Lineage(connect(Settings.load()).mlflow_uri()).walk(name, which)
     if as_json:
-        _print_json(tree.model_dump(mode="json"))
+        print_json(tree.model_dump(mode="json"))
     else:
         out.print(render(tree))
 
 
-@dump_app.command(
-    "verify", epilog="Example:  [bold]eagle3 dump verify s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d[/bold]"
+@app.command(
+    epilog="Examples:  [bold]eagle3 doctor[/bold]   ·   "
+    "[bold]eagle3 doctor --server http://127.0.0.1:30000 --staging /data/tap[/bold]"
 )
-def dump_verify(
-    uri: Annotated[str, typer.Argument(help="s3:// or file:// prefix, or a folder.")],
+def doctor(
+    server: Annotated[str | None, typer.Option(help="A running SGLang server to ask too.")] = None,
+    staging: Annotated[Path | None, typer.Option(help="Its EAGLE3_TAP_DIR: what its tap says of the model.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every file of a dump against its manifest. Exit 0 proven, 1 refuted, 3 could not be checked."""
-    from infra.stack import connect
-    from tasks.artifacts import CannotCheck, verify_dump
-
-    try:
-        report = verify_dump(uri, connect(Settings()))
-    except CannotCheck as error:
-        err.print(f"could not be checked: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(3) from None
-    if as_json:
-        _print_json(report.model_dump(mode="json"))
-    else:
-        for check in report.checks:
-            out.print(f"{check.verdict:<5} {check.name:<14} {check.sentence}", markup=False, soft_wrap=True)
-    if report.verdict == "fail":
-        raise typer.Exit(1)
-
-
-@app.command(epilog="Example:  [bold]eagle3 doctor --json[/bold]")
-def doctor(as_json: AsJson = False) -> None:
     """Say what is there and what is missing on this machine, each with the step that mends it."""
     from rich.table import Table
 
     from infra.stack import connect
     from tasks.doctor import examine_machine
 
-    items = examine_machine(connect(Settings()))
+    items = examine_machine(connect(Settings.load()), server, staging)
     if as_json:
-        _print_json([asdict(item) for item in items])
+        print_json([asdict(item) for item in items])
     else:
         table = Table("what", "ok", "found", "what to do")
         for item in items:

@@ -13,7 +13,7 @@ from infra.settings import Settings
 def worker_settings() -> Settings:
     """Settings of the process that runs the flow, from its environment."""
     quiet_libraries()
-    return Settings()
+    return Settings.load()
 
 
 def say_what_next(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:

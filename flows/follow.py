@@ -47,6 +47,12 @@ class StageView:
 
 
 Views = dict[str, StageView]
+
+# Prefect's names of states in which a run waits for somebody else, and what a person wants to know then.
+_WAITS = {
+    "Late": "no worker has taken it yet; `eagle3 status` shows the workers",
+    "AwaitingConcurrencySlot": "waits for another run to leave the pool",
+}
 Show = Callable[[Views], None]
 
 
@@ -80,7 +86,10 @@ def _api_url() -> str:
 
     url = PREFECT_API_URL.value()
     if not url:
-        raise RunFailed("no Prefect server is known: start the local stack with `eagle3 up`, or set PREFECT_API_URL")
+        raise RunFailed(
+            "no Prefect server is known: start the local stack with `eagle3 up`, set PREFECT_API_URL, or go to the "
+            "folder whose .eagle3 holds your stack (or set EAGLE3_HOME to it)"
+        )
     return str(url)
 
 
@@ -170,6 +179,8 @@ class _Run:
         self._read_progress(stages)
         if state is not None:
             _update_register(self.views, state)
+            if not stages:
+                self.views[STAGES[0]].text = _WAITS.get(str(state.name), "")
         return state
 
     def _read_stages(self) -> dict[UUID, StageView]:
@@ -186,6 +197,7 @@ class _Run:
                 continue
             name = child.state.type.value.lower()
             view.state = {"completed": "done", "pending": "starting", "scheduled": "starting"}.get(name, name)
+            view.text = _WAITS.get(str(child.state.name), "")
             found[child.id] = view
         return found
 
@@ -248,8 +260,8 @@ def _lines(console: Console) -> Iterator[Show]:
     def update(views: Views) -> None:
         for stage, view in views.items():
             state, when = shown.get(stage, ("waiting", 0.0))
-            due = time.monotonic() - when >= _PLAIN_EVERY_SECONDS and view.state == "running"
-            if view.state != state or due:
+            late = time.monotonic() - when >= _PLAIN_EVERY_SECONDS
+            if view.state != state or (late and (view.state == "running" or view.text in _WAITS.values())):
                 shown[stage] = (view.state, time.monotonic())
                 console.print(f"{stage:<10} {view.state:<10} {view.percent:>3.0f}%  {view.text}", markup=False)
 

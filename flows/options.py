@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tasks.params import DEMO_TARGET, PipelineParams
+from tasks.params import DEMO_TARGET, ParamsError, PipelineParams
 
 _PROJECT = Path(__file__).resolve().parents[1]
 
@@ -16,8 +16,14 @@ def pipeline_params(
     also: list[Path] | None = None,
     name: str | None = None,
 ) -> PipelineParams:
-    """Parameters from a file (default: the demo's) and options. Raises ParamsError where the file does not fit."""
+    """Parameters from a file (default: the demo's) and options.
+
+    Raises ParamsError where the file or an option does not fit, or a prompts file that was named is not there.
+    """
     params = PipelineParams.load(config) if config else PipelineParams()
+    for path in (*([prompts] if prompts else ()), *(also or ())):
+        if not path.is_file():
+            raise ParamsError(f"there is no prompts file {path}: expected JSON lines, one prompt a line")
     values = params.model_dump(mode="json")
     if name:
         values["name"] = name
@@ -28,7 +34,7 @@ def pipeline_params(
     if also:
         values["also"] = [str(path.resolve()) for path in also]
     _make_absolute(values)
-    return PipelineParams.model_validate(values)
+    return PipelineParams.parse(values, where="the options")
 
 
 def _make_absolute(values: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ from eagle3.acceptance.definitions import AcceptanceFigure
 from tasks.planning import Plan
 from tasks.results import RIGHT, WRONG, PipelineResult, ServedFigure
 
+_UNITS = {"cpu_seconds": "CPU-seconds", "seconds": "seconds on the clock", "steps": "steps"}
+
 
 def result_table(result: PipelineResult) -> Table:
     """The one table at the end of a run."""
@@ -42,7 +44,7 @@ def _length(figure: AcceptanceFigure) -> str:
 
 
 def closing_words(result: PipelineResult) -> str:
-    """What the table means, in two sentences."""
+    """What the table means; and of the mismatch its cause and its cure, as the checks found them on that server."""
     right, wrong = result.measured.right(), result.measured.wrong()
     assert right.acceptance is not None
     words = (
@@ -54,9 +56,13 @@ def closing_words(result: PipelineResult) -> str:
             f"\nOn the same {wrong.num_prompts} prompts its own layers commit {wrong.right_length:.2f}, the same "
             f"weights on {', '.join(wrong.points or ())} commit {wrong.acceptance.length:.2f}. "
             f"{wrong.same_text} of {wrong.num_prompts} answers are plain greedy decoding's very text: no error, no "
-            "other text, only fewer tokens a verification. That is why every dump and drafter here carries its capture "
-            "layers."
+            "other text, only fewer tokens a verification."
         )
+        if wrong.findings:
+            words += f"\nThe contract check on that server says: {' '.join(wrong.findings)}"
+        if wrong.delivered:
+            slots = ", ".join(f"slot {place} is {what}" for place, what in enumerate(wrong.delivered, start=1))
+            words += f"\nThe states that it delivered, compared with every layer of the target, say: {slots}."
     return words
 
 
@@ -89,6 +95,13 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(
         f"size         {plan.bytes_per_token} bytes a token; at most {plan.most_bytes / 1e9:.2f} GB for the answers, "
         "the prompts' own tokens on top",
+        markup=False,
+    )
+    training = plan.training
+    passes = "" if plan.passes is None else f", about {plan.passes:.1f} passes over the samples"
+    console.print(
+        f"training     {training.budget:g} {_UNITS[training.budget_unit]}{passes}, {training.batch_size} samples a "
+        f"step, learning rate {training.learning_rate:g}",
         markup=False,
     )
     environment = " ".join(f"{key}={value}" for key, value in sorted(plan.environment.items()))

@@ -5,6 +5,7 @@ import time
 from prefect import flow
 
 from flows.common import say_what_next, worker_settings
+from tasks.baselines import compare_with_baseline
 from tasks.handoff import leave_result
 from tasks.params import ValidateParams
 from tasks.results import ValidateResult
@@ -23,6 +24,7 @@ def validate(params: ValidateParams) -> ValidateResult:
     examined = examine_dump(params, settings)
     run_id = publish_report(examined, settings)
     refuse_failed(examined)
+    compare_with_baseline(examined, settings)
     return leave_result(
         ValidateResult(
             dump=params.dump,

@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from eagle3.errors import Eagle3Error
+
+
+class WrongSetting(Eagle3Error):
+    """A variable EAGLE3_* whose value does not fit."""
 
 
 class MissingSetting(Eagle3Error):
@@ -47,6 +51,15 @@ class Settings(BaseSettings):
     sglang_device: Literal["auto", "cpu", "cuda"] = "auto"
     sglang_api_key: SecretStr | None = None
     sglang_start_timeout: float = Field(900.0, gt=0, description="Seconds until a starting server must answer")
+
+    @classmethod
+    def load(cls) -> "Settings":
+        """The settings of the environment; WrongSetting names each variable that does not fit. No value is shown."""
+        try:
+            return cls()
+        except ValidationError as error:
+            wrong = [f"EAGLE3_{str(e['loc'][0]).upper()}: {e['msg']}" for e in error.errors(include_input=False)]
+            raise WrongSetting("; ".join(wrong) + ". See the table of settings in docs/install.md") from None
 
     @property
     def root(self) -> Path:

@@ -116,7 +116,10 @@ def connect(settings: Settings) -> Settings:
     settings = with_told(settings, record)
     state = make_state(settings, record, _PROJECT)
     for name, value in state.environment().items():
-        os.environ.setdefault(name, value)
+        if name.lower() == "no_proxy":
+            os.environ[name] = value  # what was there, and this machine
+        else:
+            os.environ.setdefault(name, value)
     found: dict[str, object] = {"home": state.home, "store": state.store, "mlflow_tracking_uri": state.mlflow_url}
     if state.s3_endpoint is not None:
         found |= {"s3_endpoint": state.s3_endpoint}

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import yaml
@@ -74,13 +75,14 @@ def limit_pool(api_url: str, pool: str) -> None:
 
 
 def are_deployed(deployments: Path, state: StackState) -> bool:
-    """Whether the server has as many deployments as the file."""
+    """Whether the server has every deployment of the file. A flow is named like its function."""
     content = yaml.safe_load(deployments.read_text(encoding="utf-8"))
-    wanted = len(content.get("deployments") or []) if isinstance(content, dict) else 0
+    entries = content.get("deployments") or [] if isinstance(content, dict) else []
+    names = [f"{str(entry.get('entrypoint')).rpartition(':')[2]}/{entry.get('name')}" for entry in entries]
     try:
-        answer = httpx.post(f"{state.prefect_api_url}/deployments/count", json={}, timeout=10, trust_env=False)
-        return int(answer.raise_for_status().json()) >= wanted
-    except (httpx.HTTPError, ValueError):
+        with httpx.Client(base_url=state.prefect_api_url, timeout=10, trust_env=False) as client:
+            return all(client.get(f"/deployments/name/{quote(name)}").is_success for name in names)
+    except httpx.HTTPError:
         return False
 
 

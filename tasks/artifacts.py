@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from eagle3.contract import CONTRACT_NAME, DrafterContract
-from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
@@ -36,11 +36,13 @@ class CannotCheck(Eagle3Error):
 def fetch_dump(ref: DumpRef, settings: Settings) -> Path:
     """A local folder with the dump, kept under the manifest's digest.
 
-    What is fetched is compared with the manifest's sizes and sha256 on its way. A dump that was fetched before is not
-    hashed again: DumpReader compares its sizes; the `validate` flow takes `fetch_again` and hashes every file.
+    What is fetched is compared with the manifest's sizes and sha256 on its way. Of a dump that was fetched before, the
+    files that changed since are hashed again: WrongArtifact where one is not the manifest's.
     """
     store, manifest = _named_dump(ref, settings)
-    return keep(_dump_folder(ref, settings), lambda folder: _fetch(store, manifest, folder))
+    folder = keep(_dump_folder(ref, settings), lambda path: _fetch(store, manifest, path, settings))
+    _check_kept(folder, manifest, settings)
+    return folder
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def fetch_again(ref: DumpRef, settings: Settings) -> Iterator[Path]:
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".again-", dir=kept.parent) as scratch:
         fresh = Path(scratch) / ref.sha256
-        _fetch(store, manifest, fresh)
+        _fetch(store, manifest, fresh, settings)
         keep(kept, fresh.rename)
         yield fresh if fresh.exists() else kept
 
@@ -71,14 +73,32 @@ def _dump_folder(ref: DumpRef, settings: Settings) -> Path:
     return settings.root / "cache" / "dumps" / ref.sha256
 
 
-def _fetch(store: Store, manifest: Manifest, folder: Path) -> None:
-    from eagle3.dump.writer import write_manifest
+def _fetch(store: Store, manifest: Manifest, folder: Path, settings: Settings) -> None:
+    from eagle3.dump.files import write_manifest
+    from eagle3.target.digest_cache import DigestCache
 
     folder.mkdir()
-    entries: tuple[FileEntry, ...] = (*manifest.shards, manifest.samples)
-    for entry in entries:
+    digests = DigestCache(settings.root / "cache")
+    for entry in manifest.files:
         store.get_file(entry.name, folder / entry.name, sha256=entry.sha256, size=entry.bytes)
+        digests.remember(folder / entry.name, entry.sha256)
+    digests.save()
     write_manifest(folder, manifest)
+
+
+def _check_kept(folder: Path, manifest: Manifest, settings: Settings) -> None:
+    """A report speaks of bytes: the ones on this disk must still be they."""
+    from eagle3.target.digest_cache import DigestCache
+
+    digests = DigestCache(settings.root / "cache")
+    for entry in manifest.files:
+        path = folder / entry.name
+        if not path.is_file() or digests.sha256(path) != entry.sha256:
+            raise WrongArtifact(
+                f"{path} is missing or not what was fetched: its sha256 is not the manifest's {entry.sha256[:16]}. A "
+                f"disk failed, or somebody changed it: remove {folder} and run again"
+            )
+    digests.save()
 
 
 def keep(folder: Path, make: Callable[[Path], object]) -> Path:
@@ -147,12 +167,15 @@ def drafter_folder(contract_sha256: str, settings: Settings) -> Path:
     return settings.root / "cache" / "drafters" / contract_sha256
 
 
-def verify_dump(uri: str, settings: Settings) -> "EvidenceReport":
+def verify_dump(
+    uri: str, settings: Settings, *, on_progress: Callable[[int, int], None] | None = None
+) -> "EvidenceReport":
     """Integrity of a dump at a URI or in a folder: a file that is missing or damaged is a failed check that names it.
 
+    `on_progress` counts files.
     CannotCheck where the store does not answer, or where there is no manifest to check against.
     """
-    from eagle3.evidence.validate import verify_integrity
+    from eagle3.evidence.files import verify_integrity
 
     if "://" not in uri:
         uri = Path(uri).expanduser().resolve().as_uri()
@@ -162,16 +185,18 @@ def verify_dump(uri: str, settings: Settings) -> "EvidenceReport":
             folder = Path(url2pathname(urlsplit(uri).path))
             if not (folder / MANIFEST_NAME).exists():
                 raise CannotCheck(f"{folder} has no {MANIFEST_NAME}: it is no dump, or one that was never finished")
-            return verify_integrity(folder)
-        return _verify_stored(uri, store, settings)
+            return verify_integrity(folder, on_progress=on_progress)
+        return _verify_stored(uri, store, settings, on_progress)
     except StoreError as error:
         raise CannotCheck(str(error)) from None
 
 
-def _verify_stored(uri: str, store: Store, settings: Settings) -> "EvidenceReport":
+def _verify_stored(
+    uri: str, store: Store, settings: Settings, on_progress: Callable[[int, int], None] | None
+) -> "EvidenceReport":
     """File by file through a folder of this call's own, so that a dump larger than the disk can be checked too."""
-    from eagle3.dump.writer import write_manifest
-    from eagle3.evidence.integrity import FileIntegrity
+    from eagle3.dump.files import write_manifest
+    from eagle3.evidence.files import FileIntegrity
     from eagle3.evidence.report import EvidenceReport
 
     manifest = read_manifest(uri, store)
@@ -182,7 +207,9 @@ def _verify_stored(uri: str, store: Store, settings: Settings) -> "EvidenceRepor
         write_manifest(folder, manifest)
         files = FileIntegrity(folder, manifest.digest())
         files.see_manifest()
-        for entry in (manifest.samples, *manifest.shards):
+        for number, entry in enumerate(manifest.files, start=1):
+            if on_progress is not None:
+                on_progress(number - 1, len(manifest.files))
             try:
                 store.get_file(entry.name, folder / entry.name, sha256=entry.sha256, size=entry.bytes)
             except (MissingObject, StoreCorrupt) as error:

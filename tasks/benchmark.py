@@ -1,10 +1,10 @@
 """Benchmark: held-out prompts on SGLang without the drafter, with it, and with the same weights on wrong layers."""
 
-import json
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,20 +19,24 @@ from eagle3.errors import Eagle3Error
 from eagle3.prompts import TokenizedPrompt
 from infra.settings import Settings
 from tasks.artifacts import fetch_checkpoint
-from tasks.inputs import PromptFile, further_prompts, prompt_parts, tell_ignored
+from tasks.deployed import Seen, examine_server, reference_here
+from tasks.inputs import PromptFile, check_lengths, further_prompts, named_apart, prompt_parts, tell_ignored
 from tasks.params import BenchmarkParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
 from tasks.results import PLAIN, RIGHT, WRONG, ServedFigure
 from tasks.serving import draft_config, log_path
+from tasks.standing import tell_standing
 from tasks.targets import fresh_folder, open_target, target_differences
+from tasks.variants import with_ids
 
 if TYPE_CHECKING:
     from eagle3.drafter.checkpoint import Checkpoint
+    from eagle3.evidence.attribution import Reference
     from eagle3.target import Target
     from infra.sglang.client import Generated, SglangClient
 
-_LAYER_IDS = ("eagle_config", "eagle_aux_hidden_state_layer_ids")
+_SEEN_PROMPTS = 2  # whose delivered states are attributed
 
 
 class BenchmarkRefused(Eagle3Error):
@@ -64,31 +68,33 @@ def serve_and_measure(params: BenchmarkParams, settings: Settings) -> Measured:
     drafter, checkpoint = fetch_checkpoint(params.checkpoint, settings)
     contract = checkpoint.contract
     check_contract(checkpoint, target)
+    tell_standing(contract, settings)
     files = _prompt_files(params, target)
     tell_ignored(*files)
     heldout, also = files[0], files[1:]
-    wrong_prompts = heldout.prompts[: params.mismatch.num_prompts] if params.mismatch else ()
-    total = 2 * len(heldout.prompts) + sum(len(file.prompts) for file in also) + len(wrong_prompts)
+    subset = heldout.first(params.mismatch.num_prompts) if params.mismatch else None
+    total = 2 * len(heldout.prompts) + sum(len(file.prompts) for file in also) + (len(subset.prompts) if subset else 0)
     work = fresh_folder(settings, "staging", "benchmark")
     try:
         with StageProgress("benchmark", "answers") as progress:
             progress.begin("starting", total=total)
-            bench = _Bench(params, settings, target, progress)
+            bench = _Bench(params, settings, target, checkpoint, work, progress)
             plain = bench.serve(PLAIN, None, [heldout])[0]
-            bench.expected = {prompt.id: answer.output_ids for prompt, answer in plain.answers}
+            bench.expected = {prompt.input_ids: answer.output_ids for prompt, answer in plain.answers}
             right = bench.serve(RIGHT, Served(drafter, checkpoint.engine_ids, contract.capture.aux), files)
             figures = [plain.figure, *(run.figure for run in right)]
-            if params.mismatch:
+            if params.mismatch and subset:
                 wrong = with_layers(
                     drafter, work / "wrong", params.mismatch.points, checkpoint.engine_ids, bench.version, target
                 )
-                chosen = PromptFile(heldout.name, heldout.sha256, wrong_prompts)
-                figure = bench.serve(WRONG, wrong, [chosen])[0].figure
-                paired = summarise([answer.counts for _, answer in right[0].answers[: len(wrong_prompts)]], params.spec)
+                figure = bench.serve(WRONG, wrong, [subset])[0].figure
+                same = right[0].answers[: len(subset.prompts)]
+                paired = summarise([answer.counts for _, answer in same], params.spec)
                 figures.append(figure.model_copy(update={"right_length": paired.length}))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Measured(tuple(figures), files, bench.engine)
+    measured_on = files if subset is None or subset is heldout else (*files, subset)
+    return Measured(tuple(figures), measured_on, bench.engine)
 
 
 def check_contract(checkpoint: "Checkpoint", target: "Target") -> None:
@@ -134,12 +140,7 @@ def with_layers(
     )
     if len(wrong.ids) != len(ids.ids):
         raise BenchmarkRefused(f"a mismatch needs {len(ids.ids)} points, as many as the drafter; got {len(wrong.ids)}")
-    copy.mkdir(parents=True)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config[_LAYER_IDS[0]][_LAYER_IDS[1]] = list(wrong.ids)
-    (copy / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    (copy / "model.safetensors").symlink_to(folder / "model.safetensors")
-    return Served(copy, wrong, points)
+    return Served(with_ids(folder, copy, wrong.ids), wrong, points)
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,15 @@ class _Bench:
     params: BenchmarkParams
     settings: Settings
     target: "Target"
+    checkpoint: "Checkpoint"
+    work: Path
     progress: StageProgress
-    expected: dict[str, tuple[int, ...]] | None = None
+    expected: dict[tuple[int, ...], tuple[int, ...]] | None = None  # by the prompt's tokens: ids of two files may agree
     engine: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def reference(self) -> "Reference | None":
+        return reference_here(self.target)
 
     @property
     def version(self) -> str:
@@ -167,16 +174,38 @@ class _Bench:
         from infra.sglang.server import start_server
 
         self.progress.note(f"{label}: SGLang starts")
-        config = draft_config(self.params, self.target.path, drafter.folder if drafter else None)
+        staging = self.work / f"tap-{label.replace(' ', '-').replace(',', '')}"
+        config = draft_config(self.params, self.target.path, drafter.folder if drafter else None, staging)
         log = log_path(self.settings, "benchmark-" + label.replace(" ", "-").replace(",", ""))
         wait = self.progress.wait(f"{label}: SGLang starts")
         with start_server(config, settings=self.settings, log_path=log, on_wait=wait) as server:
             info = server.client.server_info()
+            for file in files:
+                check_lengths(info, file.prompts, self.params.answers.max_new_tokens)
             if drafter:
                 check_served(drafter.ids, info.version, drafter.points, self.target)
             self.engine = {"engine_version": info.version, "dtype": str(info.dtype), "device": str(info.device)}
             self.progress.begin(label)
-            return [self._answer(label, server.client, file, drafter) for file in files]
+            runs = [self._answer(label, server.client, file, drafter) for file in files]
+            if drafter:
+                seen = self._examine(label, server.client, staging, files[0])
+                runs = [replace(run, figure=run.figure.model_copy(update=_told(seen))) for run in runs]
+            return runs
+
+    def _examine(self, label: str, client: "SglangClient", staging: Path, file: PromptFile) -> Seen:
+        """What this server really runs. The drafter as it was trained must give the contract check nothing to say."""
+        seen = examine_server(
+            client,
+            self.checkpoint.contract,
+            self.target,
+            staging=staging,
+            prompts=file.prompts[:_SEEN_PROMPTS] if self.params.spec.top_k == 1 else (),  # the tap takes chains only
+            reference=self.reference,
+        )
+        if label == RIGHT and (seen.findings or seen.refuted()):
+            told = " ".join((*map(str, seen.findings), *seen.refutations()))
+            raise BenchmarkRefused(f"the server does not run the drafter as it was trained: {told}")
+        return seen
 
     def _answer(self, label: str, client: "SglangClient", file: PromptFile, drafter: Served | None) -> _Run:
         from infra.sglang.client import GenerateRequest
@@ -202,25 +231,31 @@ class _Bench:
                 num_prompts=len(answers),
                 tokens_per_second=sum(len(answer.output_ids) for answer in answers) / seconds,
                 acceptance=summarise([answer.counts for answer in answers], self.params.spec) if drafter else None,
-                same_text=self._same_text(file, answers),
+                same_text=same_text(file, answers, self.expected),
             ),
             answers=tuple(zip(file.prompts, answers, strict=True)),
         )
 
-    def _same_text(self, file: PromptFile, answers: "Sequence[Generated]") -> int | None:
-        """Answers that equal plain greedy decoding's; None where the plain server did not answer these prompts."""
-        expected = self.expected
-        if expected is None or any(prompt.id not in expected for prompt in file.prompts):
-            return None
-        return sum(
-            expected[prompt.id] == answer.output_ids for prompt, answer in zip(file.prompts, answers, strict=True)
-        )
+
+def _told(seen: Seen) -> dict[str, tuple[str, ...]]:
+    return {"findings": tuple(map(str, seen.findings)), "delivered": seen.delivered()}
+
+
+def same_text(
+    file: PromptFile, answers: "Sequence[Generated]", expected: Mapping[tuple[int, ...], tuple[int, ...]] | None
+) -> int | None:
+    """Answers that equal plain greedy decoding's (`expected`, by the prompt's tokens); None where it was not asked."""
+    if expected is None or any(prompt.input_ids not in expected for prompt in file.prompts):
+        return None
+    return sum(
+        expected[prompt.input_ids] == answer.output_ids for prompt, answer in zip(file.prompts, answers, strict=True)
+    )
 
 
 def _prompt_files(params: BenchmarkParams, target: "Target") -> tuple[PromptFile, ...]:
     _, heldout = prompt_parts(params.prompts, params.answers, target)
     also = (further_prompts(name, params.also_prompts, params.answers, target) for name in params.also)
-    return (heldout, *also)
+    return named_apart((heldout, *also))
 
 
 @task(name="record benchmark", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
@@ -264,6 +299,8 @@ def _row(figure: ServedFigure) -> dict[str, object]:
         "accepted by position": " ".join(f"{u:.0%}" for u in acceptance.unconditional) if acceptance else "",
         "tokens/s": f"{figure.tokens_per_second:.0f}",
         "same text": f"{figure.same_text} of {figure.num_prompts}" if figure.same_text is not None else "",
+        "delivered, by the tensors": ", ".join(figure.delivered),
+        "the contract check says": " ".join(figure.findings) or ("nothing" if figure.acceptance else ""),
     }
 
 

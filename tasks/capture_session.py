@@ -13,13 +13,15 @@ from eagle3.errors import Eagle3Error
 from eagle3.prompts import TokenizedPrompt
 from infra.store import Store
 from tasks.params import ExtractParams
+from tasks.probe import judge_probe, take_probe
 from tasks.progress import StageProgress
 
 if TYPE_CHECKING:
+    from eagle3.dump.probe import Probe
     from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter
     from eagle3.target import Target
     from infra.sglang.client import Generated, SglangClient
-    from infra.sglang.info import ServerInfo
+    from infra.sglang.info import ModelInfo, ServerInfo
     from infra.sglang.staging import LiveModel
 
 Source = Literal["while_answering", "answer_then_prefill"]
@@ -47,6 +49,25 @@ def check_server(info: "ServerInfo", ids: EngineIds, wanted: Literal["auto"] | S
     return wanted
 
 
+def check_weights(info: "ServerInfo", model: "ModelInfo", target: "Target") -> None:
+    """CaptureRefused unless the server answers with the weights in the target's folder, whose digest the dump claims.
+
+    `model` is what answers now: a server may have been given other weights since it started.
+    """
+    served = Path(model.model_path)
+    if info.load_format == "dummy":
+        raise CaptureRefused(
+            f"this server loaded no weights (load_format dummy): a dump of it would claim those of {target.path}"
+        )
+    if not served.is_absolute() or served.resolve() != target.path.resolve():
+        raise CaptureRefused(
+            f"this server answers with the model {model.model_path}, and the target is {target.path}: a dump would "
+            "claim the target's weights, and nobody compared them. Start the server with --model-path "
+            f"{target.path} (in a container: with the folder mounted at this very path), or name the served folder as "
+            "the target"
+        )
+
+
 def check_live(live: "LiveModel", ids: EngineIds, target: "Target", params: ExtractParams) -> LiveCapture:
     """What the tap read off the running model: its class, its shape and its capture list must be the ones asked for."""
     if target.model_class not in (live.model_class, live.inner_class):
@@ -61,7 +82,9 @@ def check_live(live: "LiveModel", ids: EngineIds, target: "Target", params: Extr
             f"the live model has {shape[0]} layers of width {shape[1]}, the target {target.num_layers} of width "
             f"{target.hidden_size}: the server serves another model"
         )
-    delivered = live_points(live.layers_to_capture, target.num_layers)
+    delivered = live_points(
+        live.layers_to_capture, target.num_layers, model_class=live.model_class, version=ids.version
+    )
     if delivered != params.capture.aux:
         raise CaptureRefused(
             f"asked for {', '.join(params.capture.aux)} with ids {list(ids.ids)}, but the live {live.model_class} "
@@ -93,6 +116,17 @@ class Session:
         live = check_live(read_live(self.staging), self.ids, self.target, self.params)
         self.sample(prompt, rid, answers[0])
         return live
+
+    def probe(self, prompts: Sequence[TokenizedPrompt]) -> "Probe":
+        """Every boundary of the live model on a few sequences, before the bulk.
+
+        CaptureRefused where a slot is another boundary than was asked for; NoProbe where the server cannot be probed.
+        """
+        probe = take_probe(self.client, self.staging, self.target, self.params.capture.points, prompts)
+        check = judge_probe(probe, self.target)
+        if check.verdict == "fail":
+            raise CaptureRefused(f"before the first prompt, a probe of the running server says: {check.sentence}")
+        return probe
 
     def capture(
         self, prompts: Sequence[TokenizedPrompt], source: Source, folder: Path, store: Store, progress: StageProgress
@@ -131,6 +165,12 @@ class Session:
         if not path.exists():
             raise CaptureRefused(f"prompt {prompt.id}: no rows were captured: {why_missing(self.staging, rid)}")
         rows = read_staged(path, num_slots=len(self.params.capture.aux), hidden_size=self.target.hidden_size)
+        read = (*prompt.input_ids, *answer.output_ids[:-1])  # the last token is never read
+        if tuple(rows.input_ids.tolist()) != read:
+            raise CaptureRefused(
+                f"prompt {prompt.id}: the captured rows belong to {len(rows.input_ids)} tokens that are not its prompt "
+                f"and answer ({len(read)} tokens were read): the states would be those of another text"
+            )
         sample = CapturedSample(
             id=prompt.id,
             input_ids=rows.input_ids,

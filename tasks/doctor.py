@@ -1,21 +1,27 @@
 """`eagle3 doctor`: what is on this machine, what is missing, and the step that mends it."""
 
 import shutil
+from pathlib import Path
 
 from eagle3.errors import Eagle3Error
 from infra import stack
 from infra.settings import Settings
-from infra.sglang.doctor import DoctorItem, check_sglang
+from infra.sglang.doctor import DoctorItem, check_server, check_sglang
 from infra.sglang.launch import resolve_device
 from infra.store import open_store
 
 _ENOUGH_DISK = 10e9
 
 
-def examine_machine(settings: Settings) -> list[DoctorItem]:
-    """SGLang and its path (GPU or CPU), disk, the parts of the stack, and the servers elsewhere that settings name."""
+def examine_machine(settings: Settings, server: str | None = None, staging: Path | None = None) -> list[DoctorItem]:
+    """SGLang and its path (GPU or CPU), disk, the parts of the stack, and the servers elsewhere that settings name.
+
+    `server` is the URL of a running SGLang server to ask too, `staging` its EAGLE3_TAP_DIR as seen from here.
+    """
     parts = stack.status(settings)
     items = [*check_sglang(settings), _graphs(settings), _disk(settings)]
+    if server is not None:
+        items += check_server(server, staging, settings)
     items += [
         DoctorItem(name=part.name, ok=part.healthy, found=part.url or part.state, mend=part.mend) for part in parts
     ]
@@ -34,7 +40,7 @@ def _graphs(settings: Settings) -> DoctorItem:
         found = (
             "decode graphs: on; states are captured by answer-then-prefill, unless serving.disable_decode_graphs is set"
         )
-    return DoctorItem(name="CUDA graphs", ok=True, found=found)
+    return DoctorItem(name="a server started here", ok=True, found=found)
 
 
 def _disk(settings: Settings) -> DoctorItem:

@@ -10,32 +10,36 @@ from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
 from eagle3.conventions import EngineIds
-from eagle3.digests import sha256_ids, sha256_json
-from eagle3.dump.manifest import MANIFEST_NAME, EngineRecord, Generation, Manifest, spec_digest
+from eagle3.dump.manifest import MANIFEST_NAME, EngineRecord, FileEntry, Generation, Manifest, spec_digest
 from eagle3.prompts import TokenizedPrompt
 from eagle3.refs import DumpRef
 from infra.settings import Settings
-from infra.store import open_store
-from tasks.capture_session import CaptureRefused, Session, check_server
+from infra.store import Store, open_store
+from tasks.capture_session import CaptureRefused, Session, check_server, check_weights
 from tasks.inputs import (
     bytes_per_token,
+    check_lengths,
     check_room,
     most_bytes,
     prompt_parts,
+    prompts_sha256,
     resolve_ids,
     states_dtype,
     tell_ignored,
     touch_store,
 )
 from tasks.params import ExtractParams
+from tasks.probe import NoProbe
 from tasks.progress import StageProgress
 from tasks.provenance import git_commit, package_versions, prefect_run_url
 from tasks.serving import capture_config, log_path
 from tasks.targets import fresh_folder, open_target
 
 if TYPE_CHECKING:
+    from eagle3.dump.probe import Probe
     from eagle3.dump.writer import DumpFiles
     from eagle3.target import Target
     from infra.sglang.server import SglangServer
@@ -76,9 +80,13 @@ def _capture(params: ExtractParams, settings: Settings, work: Path, progress: St
     with _serving(params, target, settings, work, progress) as (server, ids, staging):
         check_room(staging, bound)  # an attached server's may be another disk
         info = server.client.server_info()
+        check_weights(info, server.client.model_info(), target)
         source = check_server(info, ids, params.answers.source)
+        most = params.answers.max_new_tokens
+        check_lengths(info, train.prompts, most, read_again=source == "answer_then_prefill")
         session = Session(params, target, ids, staging, server.client)
         live = session.check_live_model(train.prompts[0])
+        probe = _probe(session, train.prompts, progress)
         generation = Generation(source=source, max_new_tokens=params.answers.max_new_tokens)
         asked = _Asked(params, target, train.prompts, generation)
         uri = f"{settings.store}/dumps/{params.name}/{datetime.now(UTC):%Y%m%d-%H%M%S}-{asked.digest()[:8]}"
@@ -86,10 +94,31 @@ def _capture(params: ExtractParams, settings: Settings, work: Path, progress: St
         files = session.capture(train.prompts, source, work / "shards", store, progress)
     progress.note("the manifest is written")
     flags = info.model_dump(mode="json", exclude_none=True)
-    manifest = asked.manifest(files, EngineRecord(version=ids.version, ids=ids, live=live, flags=flags))
+    entry = _keep_probe(probe, work / "shards", store)
+    manifest = asked.manifest(files, EngineRecord(version=ids.version, ids=ids, live=live, flags=flags), entry)
     store.put_file(files.samples.name, work / "shards" / files.samples.name, sha256=files.samples.sha256)
     store.put_bytes(MANIFEST_NAME, manifest.canonical(), if_absent=True)
     return Captured(DumpRef(uri=uri, sha256=manifest.digest()), manifest)
+
+
+def _probe(session: Session, prompts: Sequence[TokenizedPrompt], progress: StageProgress) -> "Probe | None":
+    """The probe of this server; None, and a warning, where it cannot be probed as it runs: validation says so too."""
+    progress.note("the live model is probed")
+    try:
+        return session.probe(prompts)
+    except NoProbe as error:
+        get_run_logger().warning("the dump will have no probe: %s", error)
+        return None
+
+
+def _keep_probe(probe: "Probe | None", folder: Path, store: Store) -> FileEntry | None:
+    from eagle3.dump.probe import PROBE_NAME, write_probe
+
+    if probe is None:
+        return None
+    entry = write_probe(folder / PROBE_NAME, probe)
+    store.put_file(entry.name, folder / entry.name, sha256=entry.sha256)
+    return entry
 
 
 @contextmanager
@@ -135,8 +164,8 @@ class _Asked:
     generation: Generation
 
     def prompts_sha256(self) -> str:
-        """Digest over the chosen prompts, in order: ids and tokens. The file may hold more than was chosen."""
-        return sha256_json([[prompt.id, sha256_ids(prompt.input_ids)] for prompt in self.prompts])
+        """Of the chosen prompts, in order. The file may hold more than was chosen."""
+        return prompts_sha256(self.prompts)
 
     def digest(self) -> str:
         return spec_digest(
@@ -147,7 +176,7 @@ class _Asked:
             self.generation,
         )
 
-    def manifest(self, files: "DumpFiles", engine: EngineRecord) -> Manifest:
+    def manifest(self, files: "DumpFiles", engine: EngineRecord, probe: FileEntry | None) -> Manifest:
         return Manifest(
             created_at=datetime.now(UTC),
             spec=self.params.capture,
@@ -163,6 +192,7 @@ class _Asked:
             num_tokens=files.num_tokens,
             shards=files.shards,
             samples=files.samples,
+            probe=probe,
             packages=package_versions(),
             git_commit=git_commit(),
         )

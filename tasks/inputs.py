@@ -1,8 +1,9 @@
 """What is known before a server starts: prompts that fit, layer ids that exist, a store that works, enough disk."""
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from prefect.logging import get_run_logger
 
 from eagle3.capture import CaptureError, CaptureSpec
 from eagle3.conventions import EngineIds, ids_of
+from eagle3.digests import sha256_ids, sha256_json
 from eagle3.errors import Eagle3Error
-from eagle3.prompts import Prompt, TokenizedPrompt, load_prompts, split_prompts, tokenize
+from eagle3.prompts import Prompt, PromptError, TokenizedPrompt, load_prompts, split_prompts, tokenize
 from infra.settings import Settings
 from infra.sglang.installed import sglang_version
 from infra.sglang.launch import resolve_device
@@ -23,10 +25,13 @@ from tasks.targets import open_target, target_folder
 
 if TYPE_CHECKING:
     from eagle3.target import Target
+    from infra.sglang.info import ServerInfo
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ROW_BYTES = 9  # beside the states: an int64 token id and a mask
 _TOUCHED = "checks/writable.txt"
+# SGLang's longest request, prompt and answer, has this many tokens more than its max_req_input_len (tp_worker.py).
+_INPUT_MARGIN = 5
 
 
 class NoRoom(Eagle3Error):
@@ -38,9 +43,24 @@ class PromptFile:
     """Prompts of one file, ready to send."""
 
     name: str
-    sha256: str
     prompts: tuple[TokenizedPrompt, ...]
     ignored_turns: int = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of these prompts, not of the file's bytes: the file may hold more than was chosen."""
+        return prompts_sha256(self.prompts)
+
+    def first(self, most: int) -> "PromptFile":
+        """The first `most` prompts as a set of its own; this very one where it has no more."""
+        if most >= len(self.prompts):
+            return self
+        return PromptFile(f"{self.name}, first {most}", self.prompts[:most])
+
+
+def prompts_sha256(prompts: Iterable[TokenizedPrompt]) -> str:
+    """Digest over prompts in order: ids and tokens."""
+    return sha256_json([[prompt.id, sha256_ids(prompt.input_ids)] for prompt in prompts])
 
 
 def prompt_parts(prompts: PromptParams, answers: AnswerParams, target: "Target") -> tuple[PromptFile, PromptFile]:
@@ -50,8 +70,8 @@ def prompt_parts(prompts: PromptParams, answers: AnswerParams, target: "Target")
         loaded, num_train=prompts.num_train, num_heldout=prompts.num_heldout, seed=prompts.seed
     )
     return (
-        PromptFile(loaded.name, loaded.sha256, _tokens(train, answers, target), _ignored(train)),
-        PromptFile(f"{loaded.name} (held out)", loaded.sha256, _tokens(heldout, answers, target), _ignored(heldout)),
+        PromptFile(loaded.name, _tokens(train, answers, target), _ignored(train)),
+        PromptFile(f"{loaded.name} (held out)", _tokens(heldout, answers, target), _ignored(heldout)),
     )
 
 
@@ -59,7 +79,22 @@ def further_prompts(file: str, most: int, answers: AnswerParams, target: "Target
     """The first `most` prompts of another file, as tokens."""
     loaded = load_prompts(Path(file))
     chosen = loaded.prompts[:most]
-    return PromptFile(loaded.name, loaded.sha256, _tokens(chosen, answers, target), _ignored(chosen))
+    return PromptFile(loaded.name, _tokens(chosen, answers, target), _ignored(chosen))
+
+
+def named_apart(files: Sequence[PromptFile]) -> tuple[PromptFile, ...]:
+    """The same files; names that several of them share get the digest of their prompts. Figures are kept by name.
+
+    Raises PromptError where the same prompts stand twice under one name.
+    """
+    count = Counter(file.name for file in files)
+    apart = tuple(
+        replace(file, name=f"{file.name} ({file.sha256[:8]})") if count[file.name] > 1 else file for file in files
+    )
+    for name, times in Counter(file.name for file in apart).items():
+        if times > 1:
+            raise PromptError(f"{name}: the same prompts are named {times} times: name each prompt file once")
+    return apart
 
 
 def _tokens(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
@@ -75,6 +110,28 @@ def _tokens(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") 
 
 def _ignored(prompts: Sequence[Prompt]) -> int:
     return sum(prompt.ignored_turns for prompt in prompts)
+
+
+def check_lengths(
+    info: "ServerInfo", prompts: Sequence[TokenizedPrompt], max_new_tokens: int, *, read_again: bool = False
+) -> None:
+    """PromptError where this server would refuse the longest prompt, or silently cut its answer short.
+
+    Its limit is the smaller of context and KV cache. `read_again`: prompt and answer are also sent as one prompt.
+    """
+    limit = info.max_req_input_len
+    if limit is None:
+        return
+    longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
+    tokens = len(longest.input_ids)
+    most = limit if read_again else limit + _INPUT_MARGIN - 1
+    if tokens < limit and tokens + max_new_tokens <= most:
+        return
+    raise PromptError(
+        f"prompt {longest.id} has {tokens} tokens and its answer up to {max_new_tokens}, but this server takes prompts "
+        f"under {limit} tokens and {most} with the answer: enlarge the KV cache (serving.max_total_tokens) where the "
+        "target's context is longer, take shorter prompts, or ask for shorter answers (answers.max_new_tokens)"
+    )
 
 
 def tell_ignored(*files: PromptFile) -> None:
@@ -153,6 +210,7 @@ def check_inputs(params: PipelineParams, settings: Settings) -> None:
     resolve_ids(params.capture, version=version, model_class=target.model_class, num_layers=target.num_layers)
     files = [*prompt_parts(params.prompts, params.answers, target)]
     files += [further_prompts(name, ALSO_PROMPTS, params.answers, target) for name in params.also]
+    files = [files[0], *named_apart(files[1:])]  # the training prompts are not measured on
     tell_ignored(*files)
     for file in files:
         logger.info("%s: %d prompts fit the target", file.name, len(file.prompts))

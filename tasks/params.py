@@ -4,7 +4,7 @@ Light on purpose (no torch, no mlflow): a worker and the UI load a flow in about
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +14,7 @@ from eagle3.capture import CapturePoint, CaptureSpec
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from eagle3.training.config import TrainingConfig
+from infra.sglang.launch import CPU_MAX_TOKENS
 
 DEMO_TARGET = "smollm2"
 ALSO_PROMPTS = 24  # of each further prompt file
@@ -70,7 +71,7 @@ class ServingParams(_Params):
     threads: int = Field(2, ge=1, title="CPU threads", description="Used on a CPU only")
     streams: int = Field(64, ge=1, title="Streams", description="Requests that run at once")
     max_total_tokens: int | None = Field(
-        None, ge=1, title="KV cache", description="Tokens; unset: SGLang's own choice (on a CPU: what the streams need)"
+        None, ge=1, title="KV cache", description=f"Tokens; unset: SGLang's own choice, on a CPU {CPU_MAX_TOKENS}"
     )
     chunked_prefill_size: int | None = Field(None, title="Chunked prefill", description="Tokens a chunk; -1: off")
     disable_decode_graphs: bool = Field(
@@ -148,6 +149,12 @@ class ValidateParams(_Params):
 
     dump: DumpRef
     target: TargetParams = TargetParams()
+    reference: Literal["auto", "target", "probe"] = Field(
+        "auto",
+        title="Compared with",
+        description="What the slots are held against: the target itself, or the dump's probe; auto takes the target "
+        "where it fits into this machine's memory",
+    )
 
 
 class DrafterParams(_Params):
@@ -262,11 +269,16 @@ class PipelineParams(_Params):
             data = yaml.safe_load(text) or {}
         except yaml.YAMLError as error:
             raise ParamsError(f"{path} is not YAML: {error}") from None
+        return cls.parse(data, where=str(path))
+
+    @classmethod
+    def parse(cls, data: Any, *, where: str) -> Self:
+        """Check values that came from `where`; ParamsError names every one that does not fit."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors(include_url=False)]
-            raise ParamsError(f"{path} does not fit the pipeline's parameters:\n" + "\n".join(lines)) from None
+            raise ParamsError(f"{where} do not fit the pipeline's parameters:\n" + "\n".join(lines)) from None
 
     def extraction(self) -> ExtractParams:
         shared = {"name", "target", "prompts", "capture", "answers", "serving"}

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3.conventions import EngineIds
 from eagle3.prompts import load_prompts, split_prompts
+from eagle3.training.config import TrainingConfig
 from infra.settings import Settings
 from infra.sglang.launch import LaunchPlan, launch_plan
 from tasks.inputs import bytes_per_token, plan_version, resolve_ids, states_dtype
@@ -34,6 +35,8 @@ class Plan(BaseModel):
     longest_answer: int
     bytes_per_token: int
     most_bytes: int = Field(description="Upper bound for the answers' rows; prompts come on top")
+    training: TrainingConfig
+    passes: float | None = Field(description="Over the samples, where the budget is in steps")
 
 
 def plan_pipeline(params: PipelineParams, settings: Settings) -> Plan:
@@ -64,7 +67,13 @@ def plan_pipeline(params: PipelineParams, settings: Settings) -> Plan:
         longest_answer=params.answers.max_new_tokens,
         bytes_per_token=per_token,
         most_bytes=per_token * params.answers.max_new_tokens * num_prompts,
+        training=params.training,
+        passes=_passes(params.training, num_prompts),
     )
+
+
+def _passes(training: TrainingConfig, num_samples: int) -> float | None:
+    return training.budget * training.batch_size / num_samples if training.budget_unit == "steps" else None
 
 
 def _shape(params: PipelineParams, settings: Settings) -> tuple[TargetShape, str, Path]:

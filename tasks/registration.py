@@ -29,7 +29,7 @@ def register_drafter(
     settings: Settings,
 ) -> PipelineResult:
     """Register a drafter that deserves it. A refusal is final; only the talk with MLflow is tried again."""
-    acceptance = deserved(measured, dtype=params.serving.dtype)
+    acceptance = deserved(measured)
     return _register(
         params,
         acceptance,
@@ -42,12 +42,12 @@ def register_drafter(
     )
 
 
-def deserved(measured: BenchmarkResult, *, dtype: str) -> AcceptanceFigure:
+def deserved(measured: BenchmarkResult) -> AcceptanceFigure:
     """The drafter's acceptance; NotRegistered where there is none, or where its text is not the target's own."""
     right = measured.right()
     if right.acceptance is None:
         raise NotRegistered("the benchmark counted no verification of the drafter; nothing is registered")
-    if dtype == "float32" and right.same_text != right.num_prompts:
+    if measured.dtype == "float32" and right.same_text != right.num_prompts:
         raise NotRegistered(
             f"with the drafter {right.same_text} of {right.num_prompts} answers equal plain greedy decoding's; in "
             "float32 all of them must. The server verifies wrongly; nothing is registered."

@@ -33,7 +33,9 @@ class TrainResult(_Result):
     checkpoint: CheckpointRef
     mlflow_run_id: str
     model_id: str
-    simulated_length: float = Field(description="Acceptance length predicted by one unroll over held-out samples")
+    simulated_length: float | None = Field(
+        description="Acceptance length predicted by one unroll over held-out samples; None: none was held out"
+    )
     steps: int
 
 
@@ -54,11 +56,20 @@ class ServedFigure(BaseModel):
     right_length: float | None = Field(
         None, description="Of a deliberate mismatch: acceptance length of the right layers on these same prompts"
     )
+    findings: tuple[str, ...] = Field(
+        (), description="What the contract check said of the running server, a line each; nothing where all is right"
+    )
+    delivered: tuple[str, ...] = Field(
+        (),
+        description="What the slots of the drafter really held, by the tensors that this server delivered; empty "
+        "where nobody looked",
+    )
 
 
 class BenchmarkResult(_Result):
     checkpoint: CheckpointRef
     served: tuple[ServedFigure, ...]
+    dtype: str = Field(description="Type that was served, as the server was told: `auto` is never float32 in SGLang")
     mlflow_run_id: str
 
     def right(self) -> ServedFigure:

@@ -18,8 +18,13 @@ def capture_config(params: ExtractParams, target: Path, ids: EngineIds, staging:
     )
 
 
-def draft_config(params: BenchmarkParams, target: Path, drafter: Path | None) -> ServerConfig:
-    """The target with a drafter, or without one."""
+def draft_config(
+    params: BenchmarkParams, target: Path, drafter: Path | None, staging: Path | None = None
+) -> ServerConfig:
+    """The target with a drafter, or without one. `staging`: where the tap puts what the drafter is given.
+
+    No prefix is kept, with the tap and without: the servers of a benchmark are compared with one another.
+    """
     draft = None
     if drafter is not None:
         draft = DraftServing(
@@ -27,8 +32,10 @@ def draft_config(params: BenchmarkParams, target: Path, drafter: Path | None) ->
             num_steps=params.spec.num_steps,
             top_k=params.spec.top_k,
             num_draft_tokens=params.spec.num_draft_tokens,
+            staging=staging,
         )
-    return _config(params.serving, target, trust_remote_code=params.target.trust_remote_code, draft=draft)
+    serving = params.serving.model_copy(update={"extra_args": ("--disable-radix-cache", *params.serving.extra_args)})
+    return _config(serving, target, trust_remote_code=params.target.trust_remote_code, draft=draft)
 
 
 def _config(

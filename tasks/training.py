@@ -1,5 +1,6 @@
 """Training: a dump whose report passed -> a checkpoint with its contract in the store."""
 
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
 from eagle3.conventions import ids_of
 from eagle3.errors import Eagle3Error
@@ -23,11 +25,10 @@ from tasks.validation import report_key
 if TYPE_CHECKING:
     from eagle3.contract import DrafterContract
     from eagle3.dump.manifest import Manifest
-    from eagle3.dump.reader import DumpReader
     from eagle3.evidence.report import EvidenceReport
     from eagle3.target import Target
     from eagle3.training.loop import StepRecord
-    from eagle3.training.samples import TargetParts, TrainingSample
+    from eagle3.training.samples import TargetParts
     from infra.lineage import TrainingRecord
 
 _MAX_REPORT_BYTES = 16 * 2**20
@@ -49,27 +50,35 @@ class Trained:
     contract: "DrafterContract"
     manifest: "Manifest"
     folder: Path
-    simulated_length: float
+    simulated_length: float | None
     steps: int
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
 
 
 def require_report(dump: DumpRef, settings: Settings) -> "EvidenceReport":
-    """The dump's passing report; NoReport where there is none, or where it failed."""
+    """The dump's passing report; NoReport where there is none, where it failed, or where it is stale."""
     from eagle3.evidence.report import EvidenceReport
+    from eagle3.evidence.standing import standing
 
+    key = report_key(dump.sha256)
     try:
-        data = open_store(settings.store, settings).get_bytes(report_key(dump.sha256), max_bytes=_MAX_REPORT_BYTES)
+        data = open_store(settings.store, settings).get_bytes(key, max_bytes=_MAX_REPORT_BYTES)
     except MissingObject as error:
         raise NoReport(
             f"the dump {dump.uri} has no evidence report ({error}). Run the validate flow on it first; training on "
             "an unproven dump is refused."
         ) from None
-    report = EvidenceReport.model_validate_json(data)
+    report = EvidenceReport.parse(data, where=f"{settings.store}/{key}")
     if report.dump_sha256 != dump.sha256 or report.verdict == "fail":
         failed = ", ".join(check.name for check in report.failed()) or "it is another dump's report"
         raise NoReport(f"the dump {dump.uri} did not pass its checks ({failed}); training on it is refused")
+    stands = standing(report)
+    if not stands.current:
+        raise NoReport(
+            f"the dump {dump.uri} has a stale evidence report, and training on it is refused: {stands.reason} (flow "
+            "`validate`)."
+        )
     return report
 
 
@@ -82,6 +91,7 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     from eagle3.drafter.config import DrafterConfig
     from eagle3.drafter.vocab import VocabMap, count_tokens
     from eagle3.dump.reader import DumpReader
+    from eagle3.training.dump_samples import split
     from eagle3.training.loop import Progress, train
 
     torch.set_num_threads(params.threads)
@@ -96,14 +106,16 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         model_class=target.model_class,
         num_layers=target.num_layers,
     )
-    samples, heldout = _split(reader, params.heldout_samples)
+    if note := slow_reading(sum(shard.bytes for shard in manifest.shards), memory_bytes()):
+        get_run_logger().warning(note)
+    samples, heldout = split(reader, params.heldout_samples)
     vocab = VocabMap.most_frequent(
-        count_tokens(((s.input_ids, s.loss_mask) for s in samples), target.vocab_size),
+        count_tokens(samples.tokens(), target.vocab_size),
         min(params.drafter.draft_vocab_size, target.vocab_size),
-        fill_from=count_tokens(((s.input_ids, ~s.loss_mask) for s in samples), target.vocab_size),
+        fill_from=count_tokens(((ids, ~mask) for ids, mask in samples.tokens()), target.vocab_size),
     )
     config = DrafterConfig.like_target(
-        target.text_config, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()
+        target, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()
     )
     with StageProgress("train", "percent") as progress:
         progress.begin("preparing", total=100)
@@ -133,21 +145,23 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         tokenizer=manifest.tokenizer,
         dump=params.dump,
         report_sha256=report.digest(),
+        report_check_set=report.check_set_version,
+        report_thresholds_sha256=report.thresholds_digest(),
     )
     folder = keep(
         drafter_folder(contract.digest(), settings),
         lambda path: save_checkpoint(path, result.drafter, vocab, contract, engine_ids),
     )
     uri = f"{settings.store}/drafters/{params.name}/{datetime.now(UTC):%Y%m%d-%H%M%S}-{contract.digest()[:8]}"
-    coverage = vocab.coverage(count_tokens(((s.input_ids, s.loss_mask) for s in heldout), target.vocab_size))
+    coverage = vocab.coverage(count_tokens(heldout.tokens(), target.vocab_size))
     return Trained(
         ref=publish_checkpoint(folder, uri, contract, settings),
         contract=contract,
         manifest=manifest,
         folder=folder,
-        simulated_length=result.acceptance.length if result.acceptance else 0.0,
+        simulated_length=result.acceptance.length if result.acceptance else None,
         steps=int(result.metrics["steps"]),
-        metrics={**result.metrics, "heldout_vocab_coverage": coverage},
+        metrics=result.metrics | ({"heldout_vocab_coverage": coverage} if heldout else {}),
         history=[_figures(record) for record in result.history],
     )
 
@@ -166,7 +180,7 @@ def target_parts(target: "Target") -> "TargetParts":
     from eagle3.training.samples import TargetParts
 
     return TargetParts(
-        embedding=target.embedding(),
+        embedding=target.embedding_table(),
         head=target.head(),
         final_norm=target.final_norm(),
         rms_norm_eps=target.rms_norm_eps,
@@ -175,27 +189,18 @@ def target_parts(target: "Target") -> "TargetParts":
     )
 
 
-def _split(reader: "DumpReader", num_heldout: int) -> "tuple[list[TrainingSample], list[TrainingSample]]":
-    """Training samples, and a few that only the simulation sees: evenly spread over the dump."""
-    samples = [_training_sample(reader, index) for index in range(len(reader))]
-    num_heldout = min(num_heldout, len(samples) // 5)
-    chosen = {round(i * len(samples) / num_heldout) for i in range(num_heldout)} if num_heldout else set()
-    heldout = [sample for index, sample in enumerate(samples) if index in chosen]
-    return [sample for index, sample in enumerate(samples) if index not in chosen], heldout
+def memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _training_sample(reader: "DumpReader", index: int) -> "TrainingSample":
-    import torch
-
-    from eagle3.training.samples import TrainingSample
-
-    sample, spec = reader.read(index), reader.manifest.spec
-    return TrainingSample(
-        id=sample.id,
-        input_ids=sample.full_ids(),
-        aux=torch.cat([sample.states[point] for point in spec.aux], dim=-1),
-        final=sample.states[spec.final],
-        loss_mask=torch.cat([sample.loss_mask, torch.ones(1, dtype=torch.bool)]),  # the last token ends the answer
+def slow_reading(dump_bytes: int, memory: int) -> str | None:
+    """What to say of a dump that the memory cannot keep; None where it can, or nearly."""
+    if dump_bytes < 0.8 * memory:
+        return None
+    return (
+        f"the dump has {dump_bytes / 1e9:.1f} GB of states and this machine {memory / 1e9:.1f} GB of memory: every "
+        "pass over the samples reads them from the disk again. A fast local disk under EAGLE3_HOME decides the pace."
     )
 
 

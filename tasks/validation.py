@@ -12,11 +12,12 @@ from prefect.cache_policies import NO_CACHE
 from eagle3.errors import Eagle3Error
 from eagle3.refs import DumpRef
 from infra.settings import Settings
-from infra.store import open_store
-from tasks.artifacts import fetch_again
+from infra.store import MissingObject, StoreCorrupt, StoreError, open_store
+from tasks.artifacts import CannotCheck, fetch_again, verify_dump
 from tasks.params import ValidateParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
+from tasks.references import choose_reference
 from tasks.targets import open_target
 
 if TYPE_CHECKING:
@@ -42,26 +43,50 @@ def report_key(dump_sha256: str) -> str:
 
 @task(name="examine dump", cache_policy=NO_CACHE)
 def examine_dump(params: ValidateParams, settings: Settings) -> Examined:
-    """Every check on the dump; the report is kept in the store whether it passed or not."""
+    """Every check on the dump; the report is kept in the store whether it passed or not.
+
+    A file that is damaged or missing where the dump is published is a report too: one from before it would still pass.
+    """
+    try:
+        report = _examine(params, settings)
+    except (StoreCorrupt, MissingObject) as error:
+        report = _damage(params.dump, settings, error)
+    store = open_store(settings.store, settings)
+    store.put_bytes(report_key(params.dump.sha256), report.model_dump_json(indent=1).encode())
+    return Examined(params.dump, report)
+
+
+def _damage(dump: DumpRef, settings: Settings, error: StoreError) -> "EvidenceReport":
+    """The failing report of a dump of which a file did not arrive; `error` again where all is well at a second look."""
+    try:
+        report = verify_dump(dump.uri, settings)
+    except CannotCheck:
+        raise error from None  # there is no manifest: nothing is known of the dump that was named
+    if report.verdict != "fail" or report.dump_sha256 != dump.sha256:
+        raise error
+    return report
+
+
+def _examine(params: ValidateParams, settings: Settings) -> "EvidenceReport":
     from eagle3.dump.reader import DumpReader
     from eagle3.evidence.alignment import FinalStateParts
+    from eagle3.evidence.references import check_identity
     from eagle3.evidence.validate import validate_dump
 
     # As it is published now: a copy of before would say nothing of the objects that others will fetch.
     with fetch_again(params.dump, settings) as folder, StageProgress("validate", "samples") as progress:
         reader = DumpReader.open(folder, expect_sha256=params.dump.sha256)
-        progress.begin("checking", total=len(reader))
         target = open_target(params.target, settings)
-        parts = FinalStateParts(
-            head=target.head(),
-            final_norm=target.final_norm(),
-            rms_norm_eps=target.rms_norm_eps,
-            embedding=target.embedding(),
+        check_identity(target, reader.manifest.target)
+        chosen = choose_reference(params.reference, target, folder, reader.manifest)
+        progress.begin("checking", total=len(reader))
+        return validate_dump(
+            reader,
+            FinalStateParts.of(target),
+            reference=chosen.reference,
+            why_no_reference=chosen.why_none,
+            on_progress=lambda done, _total: progress.at(done),
         )
-        report = validate_dump(reader, parts, on_progress=lambda done, _total: progress.at(done))
-    store = open_store(settings.store, settings)
-    store.put_bytes(report_key(params.dump.sha256), report.model_dump_json(indent=1).encode())
-    return Examined(params.dump, report)
 
 
 @task(name="publish report", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)
@@ -86,4 +111,4 @@ def refuse_failed(examined: Examined) -> None:
     """Raise DumpRejected with the sentence of every failed check."""
     if examined.report.verdict == "fail":
         sentences = "\n".join(f"- {check.name}: {check.sentence}" for check in examined.report.failed())
-        raise DumpRejected(f"the dump {examined.ref.uri} is refused, its tensors contradict its claims:\n{sentences}")
+        raise DumpRejected(f"the dump {examined.ref.uri} is refused, it is not what it says of itself:\n{sentences}")

@@ -79,8 +79,13 @@ def contract_for(
     tokenizer: TokenizerIdentity,
     dump: DumpRef,
     report_sha256: str,
+    report_check_set: int | None = None,
+    report_thresholds_sha256: str | None = None,
 ) -> DrafterContract:
-    """The contract of a trained drafter: what it was trained on, and the digests of what it is."""
+    """The contract of a trained drafter: what it was trained on, and the digests of what it is.
+
+    A contract without the check set and thresholds of its report counts as one that rests on a stale report.
+    """
     return DrafterContract(
         architecture=ARCHITECTURE,
         capture=capture,
@@ -89,6 +94,8 @@ def contract_for(
         dump_uri=dump.uri,
         dump_sha256=dump.sha256,
         report_sha256=report_sha256,
+        report_check_set=report_check_set,
+        report_thresholds_sha256=report_thresholds_sha256,
         draft_vocab_size=len(vocab),
         vocab_map_sha256=vocab.digest(),
         norm=drafter.config.norm,
@@ -128,16 +135,16 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError, DrafterConfigError, VocabMapError or ContractError. Weights keep their saved dtype.
     """
     config_path, contract_path, weights_path = (folder / n for n in (CONFIG_NAME, CONTRACT_NAME, WEIGHTS_NAME))
-    raw = _parse_object(_read_limited(config_path), where=str(config_path))
+    raw = parse_object(read_limited(config_path), where=str(config_path))
     config, engine_ids, contract_digest = DrafterConfig.from_engine_config(raw, where=str(config_path))
-    contract = DrafterContract.parse(_read_limited(contract_path), where=str(contract_path))
+    contract = DrafterContract.parse(read_limited(contract_path), where=str(contract_path))
     if contract.digest() != contract_digest:
         raise ContractError(
             f"{contract_path}: its digest is {contract.digest()}, config.json was exported with {contract_digest}. "
             "One of the two files is not the one that was saved: fetch the checkpoint again"
         )
 
-    _check_header(_read_header(weights_path), config, where=str(weights_path))
+    _check_header(read_header(weights_path), config, where=str(weights_path))
     try:
         tensors = load_file(weights_path)
     except SafetensorError as error:
@@ -160,7 +167,9 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def _leaf(name: str, tensor: Tensor) -> str:
     content = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
-    return sha256_bytes(canonical_json([name, _DTYPES[tensor.dtype], list(tensor.shape), content]))
+    return sha256_bytes(
+        canonical_json([name, _DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), content])
+    )
 
 
 def _check_contract(
@@ -217,7 +226,7 @@ def _check_header(header: dict[str, tuple[str, tuple[int, ...]]], config: Drafte
         )
 
 
-def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (type, shape) of a safetensors file, read before any tensor is allocated."""
     try:
         with path.open("rb") as file:
@@ -226,7 +235,7 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                 raise CheckpointError(
                     f"{path}: a safetensors header of {size} bytes is refused (limit {MAX_JSON_BYTES}): not a drafter"
                 )
-            header = _parse_object(file.read(size), where=f"{path} (header)")
+            header = parse_object(file.read(size), where=f"{path} (header)")
     except OSError as error:
         raise _unreadable(path, error) from None
     header.pop("__metadata__", None)
@@ -236,7 +245,8 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise CheckpointError(f"{path}: its header is not that of a safetensors file") from None
 
 
-def _parse_object(data: bytes, *, where: str) -> dict[str, Any]:
+def parse_object(data: bytes, *, where: str) -> dict[str, Any]:
+    """A JSON object; CheckpointError for anything else."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -246,7 +256,8 @@ def _parse_object(data: bytes, *, where: str) -> dict[str, Any]:
     return value
 
 
-def _read_limited(path: Path) -> bytes:
+def read_limited(path: Path) -> bytes:
+    """A small file of a checkpoint; CheckpointError where it cannot be read or is larger than MAX_JSON_BYTES."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)

@@ -1,13 +1,16 @@
 """The drafter's shape, and the config.json from which SGLang builds `LlamaForCausalLMEagle3`."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eagle3.contract import NormFlags
 from eagle3.conventions import EngineIds
 from eagle3.errors import Eagle3Error
+
+if TYPE_CHECKING:
+    from eagle3.target.config import TargetConfig
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 CONTRACT_KEY = "eagle3_contract_sha256"
@@ -61,32 +64,27 @@ class DrafterConfig(BaseModel):
         return self
 
     @classmethod
-    def like_target(cls, target: Mapping[str, Any], *, num_slots: int, draft_vocab_size: int, **overrides: Any) -> Self:
+    def like_target(cls, target: "TargetConfig", *, num_slots: int, draft_vocab_size: int, **overrides: Any) -> Self:
         """The usual drafter: one decoder layer of the target's own geometry.
 
-        `target` is the target's text config (config.json, or its `text_config`). For targets without Llama's attention
-        (MLA, e.g. Kimi-K2.5) or without a dense MLP of the wanted width, pass `num_kv_heads`, `head_dim`,
-        `intermediate_size`. Raises DrafterConfigError naming the key that the target's config lacks.
+        For targets without Llama's attention (MLA, e.g. Kimi-K2.5) or without a dense MLP of the wanted width, pass
+        `num_kv_heads`, `head_dim`, `intermediate_size`. Raises DrafterConfigError for a shape that is impossible.
         """
-        rope = target.get("rope_parameters") or {}
-        try:
-            hidden, heads = target["hidden_size"], target["num_attention_heads"]
-            shape = {
-                "hidden_size": hidden,
-                "target_hidden_size": hidden,
-                "intermediate_size": target["intermediate_size"],
-                "num_heads": heads,
-                "num_kv_heads": target.get("num_key_value_heads") or heads,
-                "head_dim": target.get("head_dim") or hidden // heads,
-                "rope_theta": rope.get("rope_theta") or target.get("rope_theta") or 10000.0,
-                "rms_norm_eps": target.get("rms_norm_eps", 1e-6),
-                "target_vocab_size": target["vocab_size"],
-                "max_positions": target.get("max_position_embeddings", 8192),
-            }
-        except KeyError as error:
-            raise DrafterConfigError(f"the target's config has no {error}: cannot derive the drafter's shape") from None
-        shape |= {"num_slots": num_slots, "draft_vocab_size": draft_vocab_size, **overrides}
-        return cls._from_shape(shape, where="a drafter like the target")
+        shape = {
+            "hidden_size": target.hidden_size,
+            "target_hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_heads": target.num_attention_heads,
+            "num_kv_heads": target.num_key_value_heads,
+            "head_dim": target.head_dim,
+            "rope_theta": target.rope_theta,
+            "rms_norm_eps": target.rms_norm_eps,
+            "target_vocab_size": target.vocab_size,
+            "max_positions": target.context_length,
+            "num_slots": num_slots,
+            "draft_vocab_size": draft_vocab_size,
+        }
+        return cls._from_shape(shape | overrides, where="a drafter like the target")
 
     def to_engine_config(self, engine_ids: EngineIds, *, contract_sha256: str, dtype: str) -> dict[str, Any]:
         """The config.json that SGLang 0.5.23 loads (llama_eagle3.py, llama.py, spec_aux_hidden_state.py).

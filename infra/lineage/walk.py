@@ -224,11 +224,11 @@ class _Walk:
         }
 
     def _captured(self, contract: DrafterContract, manifest: Manifest) -> None:
-        strange = [point for point in contract.capture.points if point not in manifest.spec.points]
-        if strange:
+        if contract.capture != manifest.spec:
             raise LineageError(
-                f"{self.start}: the links contradict each other: the contract names {', '.join(strange)}, but the dump "
-                f"holds {', '.join(manifest.spec.points)}"
+                f"{self.start}: the links contradict each other: the contract names the slots "
+                f"{', '.join(contract.capture.points)}, but the dump holds {', '.join(manifest.spec.points)}; their "
+                "order counts too"
             )
 
     def _agree(self, what: str, claimed: str | None, found: str) -> None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from eagle3.contract import DrafterContract
 from eagle3.digests import sha256_json
-from eagle3.dump.manifest import MANIFEST_NAME, Manifest, TargetIdentity, TokenizerIdentity
+from eagle3.dump.manifest import MANIFEST_NAME, Manifest
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.lineage import models, names, registry, values
 from infra.lineage.connection import Connection
@@ -48,11 +48,6 @@ class Lineage:
         """The run's page in MLflow."""
         with self._connection.errors_of(f"find the run {run_id}"):
             return self.urls.run(self._connection.client.get_run(run_id).info.experiment_id, run_id)
-
-    def record_target(self, target: TargetIdentity, tokenizer: TokenizerIdentity) -> str:
-        """The target as an external model, type "target"; one for the same weights, configuration and tokenizer."""
-        with self._connection.errors_of(f"record the target {target.name}"):
-            return models.target(self._connection, target, tokenizer)
 
     def record_extraction(
         self, ref: DumpRef, manifest: Manifest, *, prefect_url: str | None, metrics: Mapping[str, float]

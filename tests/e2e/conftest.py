@@ -1,4 +1,4 @@
-"""One stack and one pipeline run on a tiny target, for every test of this folder."""
+"""One stack and one pipeline run on a tiny target, and one demo, for every test of this folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,3 +30,15 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
 def result(command: Command, config: Path) -> Any:
     """What `eagle3 run --json` printed."""
     return command.json("run", "--config", str(config))
+
+
+@pytest.fixture(scope="session")
+def demo_command(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """A home of the demo's own."""
+    return Command(tmp_path_factory.mktemp("demo-home"))
+
+
+@pytest.fixture(scope="session")
+def demo_shown(demo_command: Command) -> str:
+    """What `eagle3 demo --exit` printed: ten minutes, for the slow tests only."""
+    return demo_command.run("demo", "--exit", timeout=1800).stdout

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 import torch
 import yaml
 
+from eagle3.dump.probe import read_dump_probe
 from eagle3.dump.reader import DumpReader
+from eagle3.evidence.probe_checks import delivered
 from eagle3.refs import DumpRef
 from infra.settings import Settings
 from infra.sglang.launch import CaptureServing, ServerConfig
 from infra.sglang.server import start_server
 from infra.stack import connect
 from tasks.artifacts import fetch_dump
-from tests.dumps import flip_bit
+from tests.dumps import flip_bit, reseal
 from tests.e2e.stack import PROJECT, Command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -90,6 +93,10 @@ def test_answer_then_prefill_captures_the_same_rows_as_while_answering(
         assert torch.equal(sample.loss_mask, other.loss_mask)
         for point, state in sample.states.items():
             torch.testing.assert_close(state, other.states[point], rtol=1e-4, atol=1e-4)
+    for dump in (while_answering, prefilled):
+        probe = read_dump_probe(dump.folder, dump.manifest)
+        assert probe is not None
+        assert all(slot.fits for slot in delivered(probe))
 
 
 def test_an_attached_server_gives_the_same_rows_and_stays_up(
@@ -127,14 +134,21 @@ def test_a_damaged_dump_fails_validation_and_is_not_trained_on(
     damaged.mkdir()
     for path in while_answering.folder.iterdir():
         (damaged / path.name).write_bytes(path.read_bytes())
-    flip_bit(damaged / while_answering.manifest.shards[0].name)
-    dump = {"uri": damaged.as_uri(), "sha256": while_answering.manifest.digest()}
+    # A dump of its own, by its digest too: the report that fails must not be that of the pipeline's dump.
+    manifest = reseal(damaged, created_at=datetime.now(UTC))
+    dump = {"uri": damaged.as_uri(), "sha256": manifest.digest()}
     target = yaml.safe_load(config.read_text())["target"]
+    result_of(run_flow(command, "validate", {"dump": dump, "target": target}))
+    flip_bit(damaged / manifest.shards[0].name)
 
     validated = run_flow(command, "validate", {"dump": dump, "target": target})
     assert validated.returncode != 0
-    assert while_answering.manifest.shards[0].name in validated.stdout + validated.stderr
+    assert manifest.shards[0].name in validated.stdout + validated.stderr
     assert "sha256" in validated.stdout + validated.stderr
+
+    trained = run_flow(command, "train", {"dump": dump, "target": target})
+    assert trained.returncode != 0
+    assert "did not pass its checks (integrity)" in trained.stdout + trained.stderr
 
 
 def test_a_dump_that_nobody_validated_is_not_trained_on(command: Command, config: Path, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C: `eagle3 run` leaves its run, `eagle3 demo` cancels it; neither takes down a stack that was up before."""
+"""Signals: `eagle3 run` leaves its run, `eagle3 demo` cancels it; neither takes down a stack that was up before."""
 
 import re
 import shlex
@@ -33,8 +33,8 @@ def test_ctrl_c_leaves_a_run_and_says_how_to_cancel_it(command: Command, config:
     assert state_of(command, run) == "CANCELLED"
 
 
-def test_ctrl_c_in_the_demo_cancels_its_run_and_leaves_a_stack_that_was_up(command: Command) -> None:
-    code, shown = interrupt(command, "demo", "--exit")
+def test_ending_the_demo_cancels_its_run_and_leaves_a_stack_that_was_up(command: Command) -> None:
+    code, shown = interrupt(command, "demo", "--exit", by=signal.SIGTERM)
     assert code == 130
     assert "is being cancelled" in shown
     assert "The stack was up before, so it stays up" in shown
@@ -43,8 +43,10 @@ def test_ctrl_c_in_the_demo_cancels_its_run_and_leaves_a_stack_that_was_up(comma
     assert all(part["healthy"] for part in command.json("status"))
 
 
-def interrupt(command: Command, *args: str) -> tuple[int, str]:
-    """Run a command and press Ctrl-C once it has a run; exit code and what it printed."""
+def interrupt(command: Command, *args: str, by: signal.Signals = signal.SIGINT) -> tuple[int, str]:
+    """Run a command and press Ctrl-C (or send another signal) once it has a run; exit code and what it printed."""
+    # A shell that runs these tests in the background tells its children to ignore Ctrl-C; a child of ours heeds it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [str(Path(sys.executable).parent / "eagle3"), *args],
         cwd=PROJECT,
@@ -55,13 +57,17 @@ def interrupt(command: Command, *args: str) -> tuple[int, str]:
     )
     assert process.stdout is not None
     lines: list[str] = []
-    for line in process.stdout:
-        lines.append(line)
-        if "/flow-run/" in line:
-            time.sleep(1)
-            process.send_signal(signal.SIGINT)
-            break
-    rest, _ = process.communicate(timeout=60)
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "/flow-run/" in line:
+                time.sleep(1)
+                process.send_signal(by)
+                break
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()  # only one that did not end
+        process.wait()
     return process.returncode, "".join(lines) + rest
 
 

@@ -30,6 +30,16 @@ def test_text_with_the_drafter_is_the_targets_own_greedy_text(result: Any) -> No
     assert right["acceptance"]["length"] >= 1.0
 
 
+def test_the_servers_are_held_against_the_contract_and_the_mismatch_is_told_with_cause_and_cure(result: Any) -> None:
+    served = {row["label"]: row for row in result["measured"]["served"]}
+    right, wrong = served["drafter, right layers"], served["same weights, wrong layers"]
+    assert right["findings"] == []
+    assert right["delivered"] == ["layers.1", "layers.3", "layers.5"]
+    assert "delivers embed, layers.1, layers.3 (ids [-1, 1, 3] in config.json)" in wrong["findings"][0]
+    assert "eagle_config.eagle_aux_hidden_state_layer_ids [1, 3, 5]" in wrong["findings"][0]
+    assert wrong["delivered"] == ["embed", "layers.1", "layers.3"]
+
+
 def test_lineage_leads_from_the_alias_to_the_dump(command: Command, result: Any) -> None:
     tree = json.dumps(command.json("lineage", "eagle3-tiny@champion"))
     assert result["extracted"]["dump"]["uri"] in tree

@@ -15,6 +15,8 @@ import psutil
 import pytest
 from pydantic import SecretStr
 
+from eagle3.prompts import PromptError, TokenizedPrompt
+from eagle3.target import Target
 from infra.settings import Settings
 from infra.sglang.client import (
     Generated,
@@ -24,6 +26,8 @@ from infra.sglang.client import (
 )
 from infra.sglang.launch import DraftServing, LaunchError, ServerConfig
 from infra.sglang.server import ServerStartError, SglangServer, attach, start_server
+from tasks.capture_session import CaptureRefused, check_weights
+from tasks.inputs import check_lengths
 from tests.integration.conftest import capture_ids
 from tests.integration.server_support import NEW_TOKENS, PROMPTS, greedy, requests
 
@@ -110,6 +114,34 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(llama_server: Sglan
     too_long = requests("fits", [[5, 6]]) + requests("long", [[5] * 5000])
     with pytest.raises(SglangError, match=r"request long-000: .*5000"):
         llama_server.client.generate_many(too_long, streams=2)
+
+
+def test_the_longest_request_that_we_send_is_answered_whole_and_one_token_more_is_cut(
+    llama_server: SglangServer,
+) -> None:
+    """What `check_lengths` computes from the server's own word; SGLang cuts without an error."""
+    client, info = llama_server.client, llama_server.client.server_info()
+    assert info.max_req_input_len == 2042  # the context of 2048, less 6
+    prompt = [5] * 2030
+    check_lengths(info, [TokenizedPrompt("fits", tuple(prompt))], 16)
+    assert len(client.generate(prompt, rid="fits", max_new_tokens=16, ignore_eos=True).output_ids) == 16
+    with pytest.raises(PromptError, match="prompt long has 2030 tokens and its answer up to 17"):
+        check_lengths(info, [TokenizedPrompt("long", tuple(prompt))], 17)
+    assert len(client.generate(prompt, rid="long", max_new_tokens=17, ignore_eos=True).output_ids) == 16
+    with pytest.raises(SglangError, match="2042 tokens"):
+        client.generate([5] * 2042, rid="much", max_new_tokens=1)
+    assert len(client.generate([5] * 2041, rid="most", max_new_tokens=1).output_ids) == 1
+
+
+def test_the_weights_that_answer_are_known_by_their_folder(
+    llama_server: SglangServer, tiny_llama: Path, tiny_deepseek: Path
+) -> None:
+    client = llama_server.client
+    info, model = client.server_info(), client.model_info()
+    assert info.dtype == "float32"  # asked for as "auto"
+    check_weights(info, model, Target.open(tiny_llama))
+    with pytest.raises(CaptureRefused, match="nobody compared them"):
+        check_weights(info, model, Target.open(tiny_deepseek))
 
 
 def test_an_aborted_request_is_an_error_that_names_it(llama_server: SglangServer) -> None:

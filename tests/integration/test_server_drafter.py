@@ -80,7 +80,7 @@ def saved(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
         rms_norm_eps=target.rms_norm_eps,
         num_layers=target.num_layers,
     )
-    shape = DrafterConfig.like_target(target.config, num_slots=len(POINTS), draft_vocab_size=len(vocab))
+    shape = DrafterConfig.like_target(target, num_slots=len(POINTS), draft_vocab_size=len(vocab))
     states = load_reference(tiny_llama)
     samples = [sample(ids, text, states) for ids, text in zip(prompts, texts, strict=True)]
     drafter = train(samples, [], parts, shape, vocab, RECIPE).drafter

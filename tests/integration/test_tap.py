@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from eagle3.capture import all_points
 from eagle3.conventions import points_of
 from eagle3.conventions.sglang import live_points
 from infra.settings import Settings
 from infra.sglang.launch import CaptureServing, ServerConfig
 from infra.sglang.server import SglangServer, start_server
-from infra.sglang.staging import read_live, staged_path, why_missing
+from infra.sglang.staging import read_live, read_staged, staged_path, why_missing
+from tests.dumps import states_of
 from tests.integration.conftest import POINTS, capture_ids
 from tests.integration.tap_support import (
+    TOLERANCE,
     Reference,
     assert_states,
     body,
@@ -33,7 +38,7 @@ from tests.integration.tap_support import (
     streaming,
     wait_for,
 )
-from tests.targets import LAYERS
+from tests.targets import HIDDEN, LAYERS
 
 pytestmark = pytest.mark.integration
 
@@ -116,6 +121,20 @@ def test_rows_equal_transformers_for_prompts_and_answers_of_unlike_lengths_in_a_
     for request in silent:
         assert not seen[request["rid"]]
         assert not events_of(staging, request["rid"])
+
+
+def test_a_probe_in_chunks_keeps_every_row_of_every_boundary(
+    server: SglangServer, staging: Path, tiny_llama: Path
+) -> None:
+    ids = prompt(2 * CHUNK + 20, seed=4)
+    post(server, body("probe-chunks", ids, 1, tap="probe"))
+    path = staged_path(staging, "probe-chunks")
+    rows = read_staged(path, num_slots=len(POINTS), hidden_size=HIDDEN, num_layers=LAYERS)
+    assert rows.boundaries is not None
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    expected = states_of(model, torch.tensor(ids))
+    for place, point in enumerate(all_points(LAYERS)):
+        torch.testing.assert_close(rows.boundaries[:, place], expected[point], rtol=0, atol=TOLERANCE)
 
 
 def test_retracted_requests_keep_every_row(server: SglangServer, staging: Path, hidden_states: Reference) -> None:

@@ -1,4 +1,4 @@
-"""The tap alone, for a SGLang in an interpreter or container of its own: a wheel of one file."""
+"""The tap alone, for a SGLang in an interpreter or container of its own: a wheel of its three files."""
 
 import os
 import subprocess
@@ -18,12 +18,12 @@ FOLDER = Path(infra.sglang.tap.__file__).parent / "tap_dist"
 # Both distributions in one process, as SGLang's own loader calls them.
 REGISTER_BOTH = """
 import sys
-import eagle3_tap
+import eagle3_tap.tap
 before = {name.partition(".")[0] for name in sys.modules}
 assert not before & {"infra", "eagle3", "pydantic", "sglang"}, before
 from sglang.srt.plugins.hook_registry import HookRegistry
 import infra.sglang.tap
-eagle3_tap.register()
+eagle3_tap.tap.register()
 infra.sglang.tap.register()
 print(sorted(len(hooks) for hooks in HookRegistry._hooks.values()))
 """
@@ -46,14 +46,15 @@ def run(code: str, **env: str) -> str:
     return result.stdout.strip().splitlines()[-1]
 
 
-def test_wheel_holds_this_very_file_and_its_entry_point(wheel: Path) -> None:
+def test_wheel_holds_these_very_files_and_its_entry_point(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if ".dist-info/" not in name]
-        assert modules == ["eagle3_tap.py"]
-        assert archive.read("eagle3_tap.py") == Path(infra.sglang.tap.__file__).read_bytes()
+        assert sorted(modules) == [f"eagle3_tap/{name}.py" for name in ("__init__", "tap", "tap_probe", "tap_rows")]
+        for name in modules:
+            assert archive.read(name) == (FOLDER.parent / Path(name).name).read_bytes()
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         text = archive.read(entry_points).decode()
-        assert text.split() == ["[sglang.srt.plugins]", "eagle3_tap", "=", "eagle3_tap:register"]
+        assert text.split() == ["[sglang.srt.plugins]", "eagle3_tap", "=", "eagle3_tap.tap:register"]
         (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         assert "Requires-Dist" not in archive.read(metadata).decode()
     assert wheel.name.startswith(f"eagle3_tap-{infra.sglang.tap.TAP_VERSION}-")

@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from eagle3.capture import CapturePoint
+from eagle3.target import Target
 from infra.settings import Settings
 from infra.sglang.launch import DraftServing, ServerConfig
 from infra.sglang.server import SglangServer, start_server
 from infra.sglang.staging import read_live, why_missing
+from tasks.probe import judge_probe, take_probe
 from tests.integration.tap_support import (
+    LAYERS_CAPTURED,
     Reference,
     assert_states,
     body,
@@ -151,6 +155,17 @@ def test_rows_that_the_prefix_cache_spared_are_a_gap_that_is_refused(
     assert "hit-1" not in published(staging)
     answer = post(chain, body("salted-1", ids, 3, extra_key="tap-salted-1"))  # a cache of its own
     assert_states(staged(staging, "salted-1"), ids, answer["output_ids"], hidden_states)
+
+
+def test_a_server_that_drafts_can_be_probed_past_its_prefix_cache(
+    chain: SglangServer, staging: Path, tiny_llama: Path
+) -> None:
+    """What an audit of a serving engine needs: the target's own boundaries, a warm cache notwithstanding."""
+    target = Target.open(tiny_llama)
+    points = (*(CapturePoint(f"layers.{i}") for i in LAYERS_CAPTURED), CapturePoint("norm"))
+    for _ in range(2):
+        probe = take_probe(chain.client, staging, target, points)
+        assert judge_probe(probe, target).verdict == "pass"
 
 
 def test_a_server_that_drafts_trees_refuses_to_capture(

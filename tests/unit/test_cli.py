@@ -5,21 +5,35 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from eagle3.errors import Eagle3Error
 from flows.cli import app
+from flows.demo import ForeignServer, refuse_foreign_server
 from flows.options import pipeline_params
 from infra.ports import free_ports
+from infra.settings import WrongSetting
 from infra.stack_state import StackRecord, write_record
+from tasks.params import ParamsError
 
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
 KIMI = ["--model-class", "KimiK25ForConditionalGeneration", "--num-layers", "61"]
-COMMANDS = [["demo"], ["up"], ["down"], ["status"], ["run"], ["layers"], ["lineage"], ["dump", "verify"], ["doctor"]]
+COMMANDS = [
+    ["demo"],
+    ["up"],
+    ["down"],
+    ["status"],
+    ["run"],
+    ["layers"],
+    ["lineage"],
+    *(["dump", c] for c in ("verify", "inspect", "attribute", "compare")),
+    ["doctor"],
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +50,58 @@ def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     assert f"eagle3 {' '.join(command)}" in done.output
 
 
-def test_layers_says_what_ids_capture() -> None:
-    done = CliRunner().invoke(app, ["layers", *KIMI, "--ids", "2,30,58", "--engine-version", "0.5.12", "--json"])
-    answer = json.loads(done.output)
-    assert answer["points"] == ["layers.2", "layers.30", "layers.58"]
-    assert answer["explanation"][0] == "layers.2: captured at the input of layer 3 = output of layer 2"
-
-
-def test_layers_says_which_ids_capture_points() -> None:
-    done = CliRunner().invoke(app, ["layers", *KIMI, "--points", "layers.2,layers.30,layers.58", "--json"])
-    assert json.loads(done.output)["ids"] == [3, 31, 59]
-
-
 @pytest.mark.parametrize(
     "arguments",
-    [["layers", *KIMI], ["layers", *KIMI, "--ids", "2,x"], ["lineage", "no-alias"], ["nonsense"]],
-    ids=["neither ids nor points", "ids that are no integers", "a drafter without alias", "an unknown command"],
+    [["lineage", "no-alias"], ["nonsense"]],
+    ids=["a drafter without alias", "an unknown command"],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("EAGLE3_PORTS", "abc"), ("EAGLE3_STORE", "/data"), ("EAGLE3_S3_TIMEOUT", "-1")]
+)
+def test_a_wrong_setting_is_named_by_its_variable(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    done = CliRunner().invoke(app, ["status"])
+    assert isinstance(done.exception, WrongSetting)
+    assert str(done.exception).startswith(f"{variable}: ")
+    assert "pydantic.dev" not in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": Path("nope.jsonl"), "num_train": 5}, r"no prompts file nope\.jsonl"),
+        ({"also": [Path("nope.jsonl")]}, r"no prompts file nope\.jsonl"),
+        ({"name": "My Run"}, "name: String should match pattern"),
+    ],
+    ids=["prompts", "also", "name"],
+)
+def test_an_option_that_does_not_fit_is_named_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParamsError, match=message):
+        pipeline_params(**options)
+
+
+def test_down_says_where_it_looked(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["down"])
+    assert f"nothing ran in {tmp_path}" in done.output
+
+
+def test_the_demo_refuses_to_submit_to_a_server_that_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
+    with pytest.raises(ForeignServer, match=r"https://prefect\.example/api.*unset the variable.*eagle3 run"):
+        refuse_foreign_server("http://127.0.0.1:4200/api")
+    refuse_foreign_server("https://prefect.example/api")
+
+
+def test_doctor_asks_a_running_server_that_is_named(tmp_path: Path) -> None:
+    (port,) = free_ports(1, "20000-32767")
+    done = CliRunner().invoke(app, ["doctor", "--json", "--server", f"http://127.0.0.1:{port}"])
+    item = next(item for item in json.loads(done.output) if item["name"] == "Server")
+    assert not item["ok"]
+    assert str(port) in item["mend"]
 
 
 def test_an_error_is_a_message_without_a_traceback() -> None:
@@ -148,7 +195,7 @@ def test_doctor_asks_the_servers_that_settings_name(tmp_path: Path, monkeypatch:
     assert "does not answer" in items["mlflow (not the stack's)"]["mend"]
     assert items["store (not the stack's)"]["ok"] is True
     assert "s3" not in items
-    assert items["CUDA graphs"]["found"]
+    assert items["a server started here"]["found"]
 
 
 def test_status_of_a_stack_that_is_down_exits_with_1() -> None:

@@ -82,6 +82,14 @@ def test_the_final_norm_is_no_slot() -> None:
         ids_of(_points("layers.2", "norm"), engine="sglang", version="0.5.23", model_class=LLAMA, num_layers=30)
 
 
+def test_the_last_boundary_is_met_only_where_the_class_is_known_to_meet_it() -> None:
+    gemma, last = "Gemma3ForCausalLM", _points("layers.2", "layers.60")
+    assert live_points((61, 3), 61, model_class=gemma, version="0.5.23") == last
+    for model_class, version in ((gemma, "0.5.11"), (gemma, "0.5.23+fork"), (LLAMA, "0.5.23"), (None, None)):
+        with pytest.raises(ConventionError, match=r"never meets.*states instead of 2"):
+            live_points((3, 61), 61, model_class=model_class, version=version)
+
+
 def test_a_boundary_that_is_never_met_is_refused_with_the_silent_consequence() -> None:
     with pytest.raises(ConventionError, match="silently deliver 2 states instead of 3"):
         live_points((-1, 2, 30), 61)
@@ -93,8 +101,10 @@ def test_a_boundary_that_is_never_met_is_refused_with_the_silent_consequence() -
     ("engine", "version", "model_class", "message"),
     [
         ("sglang", "0.4.0", LLAMA, "was not checked"),
-        ("sglang", "0.6.0", LLAMA, "capture list"),
+        ("sglang", "0.6.0", LLAMA, "`eagle3 layers --live-list`"),
         ("sglang", "0.5.23+gitabc", LLAMA, "not a release"),
+        ("sglang", "0.5.13rc1", LLAMA, "not a release"),
+        ("sglang", "0.5.13.post9", LLAMA, "known are 0.5.9, 0.5.10, "),
         ("sglang", "latest", LLAMA, "not a version"),
         ("sglang", "0.5.23", "FooForCausalLM", "not checked; known: "),
         ("sglang", "0.5.9", KIMI, "captures layers from SGLang 0.5.10 on"),
@@ -109,6 +119,8 @@ def test_what_is_not_known_is_never_guessed(engine: str, version: str, model_cla
 
 
 def test_a_class_is_known_from_the_version_on_that_captures() -> None:
-    assert set(known_model_classes()) - set(known_model_classes("0.5.9")) == {KIMI, "Gemma3ForCausalLM"}
+    new = set(known_model_classes("0.5.12")) - set(known_model_classes("0.5.10"))
+    assert {"Gemma3ForCausalLM", "Qwen3VLForConditionalGeneration"} < new
+    assert KIMI in set(known_model_classes("0.5.10")) - set(known_model_classes("0.5.9"))
     with pytest.raises(ConventionError, match="was not checked"):
         known_model_classes("0.6.0")

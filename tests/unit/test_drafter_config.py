@@ -1,5 +1,7 @@
 """The drafter's shape and the config.json that SGLang loads."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,15 @@ from transformers import LlamaConfig
 from eagle3.contract import NormFlags
 from eagle3.conventions import EngineIds
 from eagle3.drafter.config import DrafterConfig, DrafterConfigError
+from eagle3.target.config import TargetConfig, read_config
 from tests.drafters import ENGINE_IDS, make_config
 
 pytestmark = pytest.mark.unit
 
-SMOLLM2 = {
+SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 30,
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_attention_heads": 9,
@@ -24,29 +30,62 @@ SMOLLM2 = {
     "vocab_size": 49152,
     "max_position_embeddings": 8192,
 }
+KIMI: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "text_config": {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "num_hidden_layers": 61,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "rope_theta": 50000.0,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 163840,
+        "max_position_embeddings": 262144,
+    },
+}
 
 
 def export(config: DrafterConfig) -> dict[str, Any]:
     return config.to_engine_config(ENGINE_IDS, contract_sha256="f" * 64, dtype="float32")
 
 
-def test_a_drafter_takes_the_targets_geometry() -> None:
-    config = DrafterConfig.like_target(SMOLLM2, num_slots=3, draft_vocab_size=4096)
+def target_of(folder: Path, **config: Any) -> TargetConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_config(folder)
+
+
+def test_a_drafter_takes_the_targets_geometry(tmp_path: Path) -> None:
+    config = DrafterConfig.like_target(target_of(tmp_path, **SMOLLM2), num_slots=3, draft_vocab_size=4096)
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (576, 9, 3, 64)
     assert (config.rope_theta, config.target_vocab_size, config.max_positions) == (100000.0, 49152, 8192)
 
 
-def test_overrides_serve_targets_of_another_build() -> None:
-    kimi = {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64, "vocab_size": 163840}
-    config = DrafterConfig.like_target(kimi, num_slots=3, draft_vocab_size=32000, num_kv_heads=8, head_dim=128)
+def test_overrides_serve_targets_of_another_build(tmp_path: Path) -> None:
+    target = target_of(tmp_path, **KIMI)
+    config = DrafterConfig.like_target(target, num_slots=3, draft_vocab_size=32000, num_kv_heads=8, head_dim=128)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (64, 8, 128)
 
 
-def test_a_target_without_a_needed_key_is_named() -> None:
-    with pytest.raises(DrafterConfigError, match="intermediate_size"):
-        DrafterConfig.like_target(
-            {k: v for k, v in SMOLLM2.items() if k != "intermediate_size"}, num_slots=3, draft_vocab_size=8
-        )
+def test_a_drafter_of_a_target_with_latent_attention_does_not_take_its_rotary_width_for_a_head(tmp_path: Path) -> None:
+    """transformers writes DeepSeek's qk_rope_head_dim as `head_dim`."""
+    config = DrafterConfig.like_target(target_of(tmp_path, **KIMI), num_slots=3, draft_vocab_size=32000)
+    assert (KIMI["text_config"]["head_dim"], config.head_dim) == (64, 112)
+
+
+def test_a_drafter_turns_its_positions_like_the_target_whose_layer_types_differ(tmp_path: Path) -> None:
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    target = target_of(tmp_path, **SMOLLM2 | {"rope_parameters": rope})
+    assert DrafterConfig.like_target(target, num_slots=3, draft_vocab_size=4096).rope_theta == 1e6
+
+
+def test_a_target_of_an_impossible_shape_is_refused(tmp_path: Path) -> None:
+    target = target_of(tmp_path, **SMOLLM2 | {"head_dim": 63})
+    with pytest.raises(DrafterConfigError, match="a drafter like the target: head_dim 63 is odd"):
+        DrafterConfig.like_target(target, num_slots=3, draft_vocab_size=4096)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3.digests import sha256_file
+from eagle3.dump.files import write_manifest
 from eagle3.dump.manifest import DumpError, SampleRecord, ShardEntry
-from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter, write_manifest
+from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter
 from tests.dumps import SPEC, Capture, capture, with_states, write_dump
 from tests.targets import HIDDEN, VOCAB
 

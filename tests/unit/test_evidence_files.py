@@ -12,9 +12,11 @@ from eagle3.capture import CapturePoint
 from eagle3.dump.manifest import DumpError
 from eagle3.dump.reader import DumpReader
 from eagle3.dump.writer import CapturedSample
+from eagle3.evidence.files import verify_integrity
+from eagle3.evidence.references import Reference
 from eagle3.evidence.report import Check, EvidenceReport
-from eagle3.evidence.validate import validate_dump, verify_integrity
-from tests.dumps import SPEC, Capture, capture, flip_bit, reseal, with_states, write_dump
+from eagle3.evidence.validate import validate_dump
+from tests.dumps import SPEC, Capture, capture, flip_bit, reference_of, reseal, with_states, write_dump
 from tests.targets import VOCAB
 
 pytestmark = pytest.mark.unit
@@ -31,12 +33,13 @@ def dump(captured: Capture, tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
-def judge(captured: Capture, folder: Path) -> EvidenceReport:
-    return validate_dump(DumpReader.open(folder), captured.parts)
+def judge(captured: Capture, folder: Path, reference: Reference | None = None) -> EvidenceReport:
+    return validate_dump(DumpReader.open(folder), captured.parts, reference=reference)
 
 
 def failed(report: EvidenceReport) -> dict[str, Check]:
-    return {check.name: check for check in report.failed()}
+    """What failed beside the probe, which sees most faults too, and has tests of its own."""
+    return {check.name: check for check in report.failed() if check.name != "probe"}
 
 
 @pytest.mark.parametrize(
@@ -48,19 +51,20 @@ def test_a_clean_dump_passes_every_check(
 ) -> None:
     captured = capture(tiny_llama, dtype=target_dtype)
     write_dump(captured, tmp_path, dtype=stored)
-    report = judge(captured, tmp_path)
+    report = judge(captured, tmp_path, reference_of(tiny_llama))
     assert [(c.name, c.sentence) for c in report.checks if c.verdict != "pass"] == []
     assert report.verdict == "pass"
     assert {c.name for c in report.checks} == {
         *("integrity", "content", "completeness", "token_ids", "capture_list", "engine_ids"),
-        *("finite", "norms", "distinct_slots", "embed", "final_norm", "final_state"),
+        *("finite", "norms", "distinct_slots", "embed", "final_norm", "final_state", "prompt_rows"),
+        *("probe", "attribution"),
     }
 
 
 def test_a_clean_dump_of_a_deepseek_target_passes(tiny_deepseek: Path, tmp_path: Path) -> None:
     captured = capture(tiny_deepseek)
     write_dump(captured, tmp_path)
-    assert judge(captured, tmp_path).verdict == "pass"
+    assert judge(captured, tmp_path, reference_of(captured.target)).verdict == "pass"
 
 
 def test_progress_counts_the_samples(captured: Capture, dump: Path) -> None:
@@ -169,6 +173,14 @@ def test_missing_rows_are_found_and_the_prefix_cache_is_named(captured: Capture,
     assert f"sample 'p00002' has {rows} rows for {rows + 3} tokens" in check.sentence
     assert "prefix cache" in check.sentence
     assert "disable_radix_cache was True" in check.sentence
+
+
+def test_rows_that_begin_at_the_answer_are_named(captured: Capture, dump: Path) -> None:
+    records = list(DumpReader.open(dump).records)
+    records[2] = records[2].model_copy(update={"output_tokens": records[2].rows})
+    reseal(dump, records)
+    sentence = failed(judge(captured, dump))["completeness"].sentence
+    assert "1 of them have rows for the answer only: those of the prompt are missing" in sentence
 
 
 def test_a_prompt_cut_away_altogether_breaks_no_other_check(captured: Capture, dump: Path) -> None:

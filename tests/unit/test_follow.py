@@ -106,6 +106,27 @@ def test_a_server_that_fails_for_a_moment_does_not_end_the_watching(capsys: pyte
     assert any(line.split()[:3] == ["register", "done", "100%"] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Late", "no worker has taken it yet"), ("AwaitingConcurrencySlot", "waits for another run to leave the pool")],
+)
+def test_a_run_that_waits_for_somebody_else_says_for_whom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.setattr(follow, "_PLAIN_EVERY_SECONDS", 0.0)
+
+    def answer(path: str, count: int) -> Answer:
+        if count >= 10:
+            return answered(path, "COMPLETED")
+        if path.endswith(f"/flow_runs/{RUN}"):
+            return 200, pipeline("SCHEDULED") | {"state": state("SCHEDULED") | {"name": name}}
+        return (200, []) if path.endswith("/filter") else answered(path, "RUNNING")
+
+    with api(answer) as (url, _), get_client_at(url) as client:
+        follow.watch(client, RUN, console(), patience_seconds=60)
+    assert any(line.startswith("extract") and words in line for line in capsys.readouterr().out.splitlines())
+
+
 def test_a_server_that_stays_away_ends_the_watching_with_its_address() -> None:
     with api(lambda *_: (500, {})) as (url, asked), get_client_at(url) as client:
         with pytest.raises(follow.RunFailed, match=rf"{url}.* did not answer for 0 s .*eagle3 status"):

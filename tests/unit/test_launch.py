@@ -118,6 +118,14 @@ def test_drafting_names_the_drafter_and_the_shape_of_its_tree() -> None:
     assert "EAGLE3_TAP_DIR" not in made.env
 
 
+def test_a_drafting_server_loads_the_tap_where_a_staging_folder_is_named_and_then_keeps_no_prefixes() -> None:
+    made = plan(draft=DraftServing(path=Path("drafter"), staging=Path("staging")))
+    assert made.env["EAGLE3_TAP_DIR"] == "staging"
+    assert "--disable-radix-cache" in made.command
+    assert "--enable-return-aux-hidden-states" not in made.command
+    assert "--disable-radix-cache" not in plan(draft=DraftServing(path=Path("drafter"))).command
+
+
 def test_capturing_and_drafting_at_once_is_refused() -> None:
     with pytest.raises(LaunchError, match="either captures or drafts"):
         plan(
@@ -164,13 +172,15 @@ def test_a_machine_without_a_visible_gpu_serves_on_the_cpu(monkeypatch: pytest.M
 
 def test_the_device_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "count_gpus", lambda: 0)  # this machine has one kind only
-    check_device("cpu")
+    check_device("cpu", Settings())
     with pytest.raises(LaunchError, match="no NVIDIA GPU answers"):
-        check_device("cuda")
+        check_device("cuda", Settings())
     monkeypatch.setattr(launch, "count_gpus", lambda: 2)
-    check_device("cuda")
+    check_device("cuda", Settings(sglang_python=Path("/opt/sglang/bin/python")))
     with pytest.raises(LaunchError, match=r'2 NVIDIA GPUs are visible.*CUDA_VISIBLE_DEVICES=""'):
-        check_device("cpu")
+        check_device("cpu", Settings())
+    with pytest.raises(LaunchError, match=r"this environment is the CPU's.*EAGLE3_SGLANG_PYTHON"):
+        check_device("cuda", Settings())
 
 
 def test_sizes_are_passed_on_and_bounded_on_the_cpu() -> None:

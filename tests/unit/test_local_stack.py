@@ -249,6 +249,15 @@ class TestState:
         write_record(settings.root, self.RECORD)
         assert stack.connect(settings).s3_endpoint == "http://127.0.0.1:21002"
 
+    def test_a_proxy_is_not_asked_for_servers_of_this_machine(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "environ", os.environ.copy() | {"NO_PROXY": ".corp.example"})
+        settings.root.mkdir()
+        write_record(settings.root, self.RECORD)
+        stack.connect(settings)
+        assert os.environ["NO_PROXY"] == ".corp.example,127.0.0.1,localhost"
+
     def test_a_client_has_the_places_that_up_was_told(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -35,8 +35,8 @@ def test_the_digest_does_not_depend_on_the_order_of_keys_or_on_spaces(manifest: 
 
 
 def test_another_schema_version_is_named(manifest: Manifest) -> None:
-    with pytest.raises(ManifestError, match="schema version 2; this software reads version 1"):
-        Manifest.parse(changed(manifest, schema_version=2), where="m")
+    with pytest.raises(ManifestError, match="schema version 1; this software reads version 2"):
+        Manifest.parse(changed(manifest, schema_version=1), where="m")
 
 
 @pytest.mark.parametrize("name", ["../shard.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\x00b", "a\n"])

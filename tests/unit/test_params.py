@@ -17,6 +17,13 @@ def test_a_shipped_configuration_loads(path: Path) -> None:
     assert params.extraction().capture == params.capture
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_training_on_a_gpu_is_not_budgeted_by_the_cpu(path: Path) -> None:
+    """CPU-seconds of the process say nothing of work that a GPU does; the default is the demo's minute."""
+    params = PipelineParams.load(path)
+    assert params.serving.device != "cuda" or params.training.budget_unit == "steps"
+
+
 def test_the_demo_is_the_default() -> None:
     demo = next(path for path in CONFIGS if path.name == "smollm2.yaml")
     assert PipelineParams.load(demo) == PipelineParams()

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -41,7 +42,7 @@ INFO: dict[str, Any] = {
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers every request with what the test left in `server.answer`."""
+    """Answers every request with what the test left in `server.answer`, after `server.delay` seconds."""
 
     def do_GET(self) -> None:
         self.answer()
@@ -51,6 +52,7 @@ class Answers(BaseHTTPRequestHandler):
         self.answer()
 
     def answer(self) -> None:
+        time.sleep(getattr(self.server, "delay", 0.0))
         status, body, headers = self.server.answer  # type: ignore[attr-defined]
         self.send_response(status)
         for name, value in headers.items():
@@ -138,6 +140,23 @@ def test_an_address_that_is_none_or_holds_a_password_is_refused() -> None:
 def test_a_server_that_is_not_there_is_said_so() -> None:
     with SglangClient("http://127.0.0.1:9") as client, pytest.raises(SglangError, match="cannot be reached"):
         client.server_info()
+
+
+@pytest.mark.parametrize(("max_new_tokens", "comes"), [(1, False), (2000, True)])
+def test_a_long_answer_is_waited_for_longer(
+    odd_server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, max_new_tokens: int, comes: bool
+) -> None:
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(client_module, "TOKEN_TIMEOUT", 0.01)
+    odd_server.delay = 0.5  # type: ignore[attr-defined]
+    odd_server.answer = (200, answer(), {})  # type: ignore[attr-defined]
+    request = GenerateRequest(rid="r-01", input_ids=(5,), max_new_tokens=max_new_tokens)
+    with SglangClient(f"http://127.0.0.1:{odd_server.server_port}") as client:
+        if comes:
+            assert len(client.generate_many([request], streams=1)) == 1
+        else:
+            with pytest.raises(SglangError, match=r"no answer from .* within 0\.11 s"):
+                client.generate_many([request], streams=1)
 
 
 def test_rids_of_one_run_are_unique_and_of_one_width() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from infra.sglang.tap import Capture, Tap, asks, capture_list, collect, publish, why_refused
+from infra.sglang.tap import Tap, asks, capture_list, publish, why_refused
+from infra.sglang.tap_rows import Capture, collect
 
 pytestmark = pytest.mark.unit
 
@@ -149,14 +150,15 @@ def test_a_batch_with_missing_rows_raises(aux: int | None, final: int) -> None:
 
 
 def request(rid: str = "r-1", *, params: Any = None, **sampling: Any) -> Any:
-    known = {"custom_params": params, "n": 1, "beam_width": None} | sampling
+    known = {"custom_params": params, "n": 1, "beam_width": None, "max_new_tokens": 8} | sampling
     return SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(**known))
 
 
 @pytest.mark.parametrize("params", [None, {}, {"tap": False}, {"tap": 1}, {"tap": "true"}, "tap", ["tap"]])
-def test_only_tap_true_asks(params: Any) -> None:
+def test_only_tap_true_or_probe_asks(params: Any) -> None:
     assert not asks(request(params=params))
     assert asks(request(params={"tap": True, "other": 1}))
+    assert asks(request(params={"tap": "probe"}))
 
 
 CHAIN, TREE, NONE = (SimpleNamespace(speculative_eagle_topk=topk) for topk in (1, 2, None))
@@ -170,6 +172,8 @@ CHAIN, TREE, NONE = (SimpleNamespace(speculative_eagle_topk=topk) for topk in (1
         (request(n=2), NONE, "ask for one"),
         (request(beam_width=4), NONE, "ask for one"),
         (request(), TREE, "trees"),
+        (request(params={"tap": "probe"}, max_new_tokens=2), NONE, "one token"),
+        (request(params={"tap": "probe"}, max_new_tokens=1), NONE, None),
         (request("a.B_c-9"), CHAIN, None),
         (request("x" * 128), NONE, None),
     ],

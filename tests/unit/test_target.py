@@ -174,7 +174,7 @@ def test_a_head_that_contradicts_the_config_is_refused(tmp_path: Path, tiny_llam
         retied(tmp_path / "none", tiny_llama, False, None).head()
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek", "kimi"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek", "kimi", "gemma3"])
 def test_states_are_transformers_own_and_the_last_layer_is_not_normed(tmp_path: Path, kind: str) -> None:
     folder = getattr(targets, f"make_{kind}")(tmp_path / kind, dtype=torch.float32)
     target = Target.open(folder)
@@ -194,6 +194,20 @@ def test_states_are_transformers_own_and_the_last_layer_is_not_normed(tmp_path: 
     scale = torch.rsqrt(states["layers.7"].pow(2).mean(-1, keepdim=True) + target.rms_norm_eps)
     torch.testing.assert_close(states["layers.7"] * scale * target.final_norm(), states["norm"])
     torch.testing.assert_close(states["norm"] @ target.head().T, theirs.logits[0])
+
+
+def test_a_gemma_is_read_with_its_own_factors(tmp_path: Path) -> None:
+    target = Target.open(targets.make_gemma3(tmp_path, dtype=torch.bfloat16))
+    stored = load_file(tmp_path / "model.safetensors")
+    table, norm = stored["model.embed_tokens.weight"], stored["model.norm.weight"]
+    assert target.final_norm().equal(1 + norm.float())
+    assert target.embedding().equal(table * 8)  # sqrt(64)
+    assert target.embedding_table().equal(table)
+    assert target.head().equal(table), "the tied head is not scaled"
+    assert target.last_layer() == {}, "norms around 0 are no start for norms around 1"
+    edit_config(tmp_path, model_type="gemma9")
+    with pytest.raises(TargetError, match="how a gemma9 scales its embedding"):
+        Target.open(tmp_path).final_norm()
 
 
 def test_states_leave_no_hook_behind(tiny_llama: Path) -> None:

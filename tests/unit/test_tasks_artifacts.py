@@ -1,12 +1,15 @@
 """Dumps and checkpoints on their way: what is fetched is checked, a cache folder is whole or absent."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from eagle3.digests import sha256_file
 from eagle3.dump.manifest import Manifest
 from eagle3.dump.reader import DumpReader
 from eagle3.refs import DumpRef
+from eagle3.target import digest_cache
 from infra.settings import Settings
 from infra.store import StoreCorrupt
 from tasks.artifacts import CannotCheck, WrongArtifact, fetch_again, fetch_dump, keep, verify_dump
@@ -61,6 +64,40 @@ def test_a_fetched_dump_is_checked_and_kept(manifest: Manifest, folder: Path, se
     assert len(DumpReader.open(fetched, expect_sha256=ref.sha256)) == manifest.num_samples
     assert fetch_dump(ref, settings) == fetched
     assert [path.name for path in fetched.parent.iterdir()] == [ref.sha256]
+
+
+def test_a_bit_that_flips_in_a_kept_copy_is_noticed(manifest: Manifest, folder: Path, settings: Settings) -> None:
+    ref = DumpRef(uri=folder.as_uri(), sha256=manifest.digest())
+    shard = fetch_dump(ref, settings) / manifest.shards[0].name
+    fetch_dump(ref, settings)
+    before = shard.stat()
+    flip_bit(shard)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # size and time as they were
+    with pytest.raises(WrongArtifact, match=f"{shard.name} is missing or not what was fetched"):
+        fetch_dump(ref, settings)
+    shard.unlink()
+    with pytest.raises(WrongArtifact, match=f"remove {shard.parent} and run again"):
+        fetch_dump(ref, settings)
+
+
+def test_a_kept_copy_that_did_not_change_is_not_read_again(
+    manifest: Manifest, folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = DumpRef(uri=folder.as_uri(), sha256=manifest.digest())
+    hashed: list[str] = []
+
+    def counting(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(digest_cache, "sha256_file", counting)
+    with fetch_again(ref, settings):
+        pass
+    kept = fetch_dump(ref, settings)
+    assert hashed == []
+    (kept / manifest.samples.name).touch()
+    assert fetch_dump(ref, settings) == fetch_dump(ref, settings) == kept
+    assert hashed == [manifest.samples.name]
 
 
 def test_a_damaged_dump_leaves_nothing_in_the_cache(manifest: Manifest, folder: Path, settings: Settings) -> None:

@@ -1,4 +1,7 @@
-"""What the benchmark refuses before a prompt is sent: another target, and layer ids that mean other layers here."""
+"""What the benchmark refuses before a prompt is sent: another target, and layer ids that mean other layers here.
+
+And which answers are compared with which.
+"""
 
 import json
 from pathlib import Path
@@ -8,8 +11,11 @@ import pytest
 from eagle3.capture import CapturePoint
 from eagle3.conventions import EngineIds, ids_of
 from eagle3.drafter.checkpoint import Checkpoint
+from eagle3.prompts import TokenizedPrompt
 from eagle3.target import Target
-from tasks.benchmark import BenchmarkRefused, check_contract, check_served, with_layers
+from infra.sglang.client import Generated
+from tasks.benchmark import BenchmarkRefused, check_contract, check_served, same_text, with_layers
+from tasks.inputs import PromptFile
 from tests.drafters import ENGINE_IDS, make_contract, make_drafter, make_vocab
 from tests.targets import LAYERS
 
@@ -73,3 +79,28 @@ def test_the_deliberate_mistake_is_written_for_the_version_that_serves(tiny_deep
     check_served(served.ids, "0.5.12", served.points, target)
     with pytest.raises(BenchmarkRefused, match="needs 3 points"):
         with_layers(folder, tmp_path / "two", points[:2], trained, "0.5.23", target)
+
+
+def answer(rid: str, *output_ids: int) -> Generated:
+    return Generated.model_validate(
+        {
+            "rid": rid,
+            "output_ids": output_ids,
+            "text": "",
+            "finish_reason": "length",
+            "prompt_tokens": 2,
+            "completion_tokens": len(output_ids),
+            "latency_s": 0.1,
+            "counts": {"verifications": 0, "correct": 0, "proposed": 0},
+        }
+    )
+
+
+def test_an_answer_is_compared_with_the_same_prompts_and_not_with_the_same_ids() -> None:
+    plain: dict[tuple[int, ...], tuple[int, ...]] = {(1, 2): (7, 8), (1, 3): (7, 9)}
+    heldout = PromptFile("a (held out)", (TokenizedPrompt("p1", (1, 2)), TokenizedPrompt("p2", (1, 3))))
+    answers = [answer("r1", 7, 8), answer("r2", 7, 7)]
+    assert same_text(heldout, answers, plain) == 1
+    other = PromptFile("b", (TokenizedPrompt("p1", (5, 5)), TokenizedPrompt("p2", (5, 6))))
+    assert same_text(other, answers, plain) is None
+    assert same_text(heldout, answers, None) is None

@@ -7,12 +7,27 @@ from pathlib import Path
 import pytest
 
 from eagle3.capture import CaptureError, CapturePoint, CaptureSpec
+from eagle3.digests import sha256_file
 from eagle3.prompts import PromptError, TokenizedPrompt
 from eagle3.target import Target
 from infra.settings import Settings
+from infra.sglang.info import ServerInfo
+from infra.sglang.launch import ServerConfig, launch_plan
 from infra.store import StoreError, open_store
-from tasks.inputs import NoRoom, bytes_per_token, check_room, most_bytes, prompt_parts, resolve_ids, touch_store
-from tasks.params import AnswerParams, PipelineParams, PromptParams
+from tasks.inputs import (
+    NoRoom,
+    PromptFile,
+    bytes_per_token,
+    check_lengths,
+    check_room,
+    further_prompts,
+    most_bytes,
+    named_apart,
+    prompt_parts,
+    resolve_ids,
+    touch_store,
+)
+from tasks.params import AnswerParams, PipelineParams, PromptParams, ServingParams
 from tasks.planning import plan_pipeline
 from tests.targets import CONTEXT
 
@@ -54,6 +69,59 @@ def test_later_turns_are_counted_for_each_part(tiny_llama: Path, tmp_path: Path)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     parts = prompt_parts(PromptParams(file=str(file), num_heldout=1), AnswerParams(), Target.open(tiny_llama))
     assert [(len(part.prompts), part.ignored_turns) for part in parts] == [(2, 2), (1, 1)]
+
+
+def write_prompts(file: Path, count: int) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps({"prompt": f"{file.parent.name} {n}"}) + "\n" for n in range(count)))
+    return file
+
+
+def test_prompts_are_known_by_what_was_chosen_and_not_by_their_file(tiny_llama: Path, tmp_path: Path) -> None:
+    target, file = Target.open(tiny_llama), write_prompts(tmp_path / "prompts.jsonl", 12)
+    train, heldout = prompt_parts(PromptParams(file=str(file), num_heldout=4), AnswerParams(), target)
+    assert len({train.sha256, heldout.sha256, heldout.first(2).sha256, sha256_file(file)}) == 4
+    assert heldout.first(2) == PromptFile(f"{heldout.name}, first 2", heldout.prompts[:2])
+    assert heldout.first(9) is heldout
+    few = further_prompts(str(file), 3, AnswerParams(), target)
+    assert few.sha256 != further_prompts(str(file), 4, AnswerParams(), target).sha256
+    write_prompts(file, 13)
+    assert further_prompts(str(file), 3, AnswerParams(), target).sha256 == few.sha256
+
+
+def test_two_files_of_one_name_keep_their_figures_apart(tiny_llama: Path, tmp_path: Path) -> None:
+    target = Target.open(tiny_llama)
+    named = ("a/test.jsonl", "b/test.jsonl", "b/other.jsonl")
+    files = [further_prompts(str(write_prompts(tmp_path / n, 3)), 3, AnswerParams(), target) for n in named]
+    names = [file.name for file in named_apart(files)]
+    assert names == [f"test.jsonl ({files[0].sha256[:8]})", f"test.jsonl ({files[1].sha256[:8]})", "other.jsonl"]
+    assert len(set(names)) == 3
+    with pytest.raises(PromptError, match=r"test\.jsonl .* named 2 times"):
+        named_apart([files[0], files[0]])
+
+
+def server(limit: int | None) -> ServerInfo:
+    return ServerInfo(version="0.5.23", model_path="x", disable_radix_cache=True, max_req_input_len=limit)
+
+
+def test_a_prompt_that_the_servers_cache_cannot_hold_is_refused_before_it_is_sent() -> None:
+    """SGLang 0.5.23: a request has at most limit + 5 tokens, of which one is never used; a prompt has under limit."""
+    prompts = [TokenizedPrompt("short", (1, 2)), TokenizedPrompt("long", tuple(range(60)))]
+    check_lengths(server(None), prompts, 1000)
+    check_lengths(server(96), prompts, 40)
+    with pytest.raises(PromptError, match=r"prompt long has 60 tokens .* up to 41, but this server takes .* under 96"):
+        check_lengths(server(96), prompts, 41)
+    with pytest.raises(PromptError, match="prompt long"):
+        check_lengths(server(60), prompts, 2)
+    check_lengths(server(100), prompts, 40, read_again=True)
+    with pytest.raises(PromptError, match="prompt long"):
+        check_lengths(server(99), prompts, 40, read_again=True)
+
+
+def test_the_form_tells_the_cache_that_a_cpu_server_really_gets(tmp_path: Path) -> None:
+    plan = launch_plan(ServerConfig(target=tmp_path, device="cpu"), 30000, Settings(home=tmp_path))
+    size = plan.command[plan.command.index("--max-total-tokens") + 1]
+    assert f"on a CPU {size}" in str(ServingParams.model_fields["max_total_tokens"].description)
 
 
 def test_the_bound_of_a_dump_counts_every_row(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import pytest
 
 from eagle3.dump.manifest import Manifest
 from eagle3.evidence.report import Check, EvidenceReport
+from eagle3.evidence.standing import thresholds
 from eagle3.refs import DumpRef
 from eagle3.target import Target
 from infra.settings import Settings
 from infra.store import open_store
-from tasks.training import NoReport, WrongTarget, check_target, require_report
+from tasks.results import TrainResult
+from tasks.training import NoReport, WrongTarget, check_target, memory_bytes, require_report, slow_reading
 from tasks.validation import report_key
 from tests.dumps import capture, write_dump
 from tests.targets import make_llama
@@ -31,7 +33,9 @@ def publish(settings: Settings, verdict: str, dump_sha256: str = DUMP.sha256) ->
     check = Check.model_validate(
         {"name": "integrity", "verdict": verdict, "value": "1", "threshold": "2", "sentence": "A file differs."}
     )
-    report = EvidenceReport(dump_sha256=dump_sha256, checks=(check,), created_at=datetime.now(UTC))
+    report = EvidenceReport(
+        dump_sha256=dump_sha256, checks=(check,), thresholds=thresholds(), created_at=datetime.now(UTC)
+    )
     open_store(settings.store, settings).put_bytes(report_key(DUMP.sha256), report.model_dump_json().encode())
     return report
 
@@ -85,3 +89,18 @@ def test_another_target_is_refused_by_the_field_that_differs(tiny_llama: Path, t
     with pytest.raises(WrongTarget, match=r"tokenizer\.chat_template_sha256") as refused:
         check_target(manifest, Target.open(retold))
     assert "weights_sha256" not in str(refused.value)
+
+
+def test_a_dump_larger_than_the_memory_is_told_with_both_sizes() -> None:
+    assert 2**28 < memory_bytes() < 2**50
+    assert slow_reading(64 * 10**9, 128 * 10**9) is None
+    note = slow_reading(3440 * 10**9, 128 * 10**9)
+    assert note is not None
+    assert "3440.0 GB of states and this machine 128.0 GB of memory" in note
+
+
+def test_a_training_without_held_out_samples_claims_no_acceptance() -> None:
+    checkpoint = {"uri": "s3://eagle3/drafters/x", "sha256": "a" * 64}
+    fields = {"checkpoint": checkpoint, "mlflow_run_id": "r", "model_id": "m", "steps": 3, "seconds": 1.0}
+    result = TrainResult.model_validate(fields | {"simulated_length": None})
+    assert TrainResult.model_validate_json(result.model_dump_json()).simulated_length is None

@@ -32,7 +32,6 @@ def counts(client: MlflowClient) -> dict[str, int]:
 def test_every_link_from_the_version_back_to_the_target_is_found(
     lineage: Lineage, client: MlflowClient, graph: Graph, server: str
 ) -> None:
-    target_id = lineage.record_target(graph.manifest.target, graph.manifest.tokenizer)
     extraction, validation, training = (
         graph.extraction(lineage),
         graph.validation(lineage),
@@ -53,7 +52,8 @@ def test_every_link_from_the_version_back_to_the_target_is_found(
     assert tree.dump.capture == graph.manifest.spec
     assert tree.dump.engine_ids == graph.manifest.engine.ids
     assert tree.dump.live.layers_to_capture == (3, 31, 59)
-    assert (tree.target.model_id, tree.target.identity) == (target_id, graph.manifest.target)
+    (target,) = client.get_run(extraction).inputs.model_inputs
+    assert (tree.target.model_id, tree.target.identity) == (target.model_id, graph.manifest.target)
     assert [run.run_id for run in (tree.training, tree.extraction)] == [training.run_id, extraction]
     assert [(run.run_id, run.verdict) for run in tree.validations] == [(validation, "warn")]
     assert [(run.run_id, run.prompts) for run in tree.benchmarks] == [(benchmark, graph.prompts.name)]
@@ -77,7 +77,7 @@ def test_every_link_from_the_version_back_to_the_target_is_found(
     assert (registered.source, registered.run_id) == (f"models:/{training.model_id}", training.run_id)
     run = client.get_run(training.run_id)
     assert [model.model_id for model in run.outputs.model_outputs] == [training.model_id]
-    assert [model.model_id for model in client.get_run(extraction).inputs.model_inputs] == [target_id]
+    assert client.get_logged_model(target.model_id).model_type == "target"
     assert client.get_logged_model(training.model_id).status == "READY"
     files = {file.path for file in client.list_logged_model_artifacts(training.model_id)}
     assert files == {"contract.json", "config.json"}  # the weights lie in S3
@@ -130,10 +130,9 @@ def test_recording_everything_again_returns_the_same_objects(
     lineage: Lineage, client: MlflowClient, graph: Graph
 ) -> None:
     def record_all() -> tuple[object, ...]:
-        target = lineage.record_target(graph.manifest.target, graph.manifest.tokenizer)
         runs = graph.extraction(lineage), graph.validation(lineage)
         training = graph.training(lineage)
-        return target, *runs, training, graph.benchmark(lineage, training.model_id), graph.register(lineage, training)
+        return *runs, training, graph.benchmark(lineage, training.model_id), graph.register(lineage, training)
 
     first, before = record_all(), counts(client)
     assert record_all() == first

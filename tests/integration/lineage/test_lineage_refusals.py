@@ -1,14 +1,17 @@
 """What the lineage refuses: unknown names, missing links, contradictions, a server that is gone."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
+from eagle3.capture import CaptureSpec
+from eagle3.refs import CheckpointRef
 from infra.lineage import Lineage, LineageError, TrainingRecord
 from tests.integration.mlflow_server import mlflow_server
-from tests.lineage_graph import Graph, digest, make_graph
+from tests.lineage_graph import POINTS, SPEC, Graph, digest, make_graph
 
 pytestmark = pytest.mark.integration
 
@@ -92,6 +95,22 @@ def test_a_contract_that_was_replaced_is_found(
         lineage.walk(graph.name, version)
 
 
+@pytest.mark.parametrize("capture", [SPEC.model_copy(update={"aux": POINTS[::-1]}), CaptureSpec(aux=POINTS[:2])])
+def test_a_contract_with_other_slots_or_another_order_than_its_dump_is_found(
+    lineage: Lineage, graph: Graph, tmp_path: Path, capture: CaptureSpec
+) -> None:
+    contract = graph.contract.model_copy(update={"capture": capture})
+    (graph.folder / "contract.json").write_bytes(contract.canonical())
+    checkpoint = CheckpointRef(uri=graph.checkpoint.uri, sha256=contract.digest())
+    changed = replace(graph, contract=contract, checkpoint=checkpoint)
+    changed.extraction(lineage)
+    changed.validation(lineage)
+    record = changed.training(lineage)
+    points = ", ".join(capture.points)
+    with pytest.raises(LineageError, match=f"the contract names the slots {points}, but the dump holds layers.2, "):
+        changed.register(lineage, record)
+
+
 def test_claims_about_another_dump_or_contract_are_refused(lineage: Lineage, graph: Graph, tmp_path: Path) -> None:
     other = make_graph("another", tmp_path / "another")
     with pytest.raises(LineageError, match="belongs to another dump"):
@@ -110,13 +129,16 @@ def test_claims_about_another_dump_or_contract_are_refused(lineage: Lineage, gra
         lineage.record_training(graph.ref, graph.manifest, graph.contract, graph.checkpoint, graph.folder, **given)
 
 
-def test_a_deleted_experiment_says_how_to_restore_it(server: str, client: MlflowClient, graph: Graph) -> None:
-    Lineage(server).record_target(graph.manifest.target, graph.manifest.tokenizer)
+def test_a_deleted_experiment_says_how_to_restore_it(
+    server: str, client: MlflowClient, graph: Graph, tmp_path: Path
+) -> None:
+    graph.extraction(Lineage(server))
+    other = make_graph("of-another-target", tmp_path / "other")
     experiment = client.get_experiment_by_name("eagle3/targets").experiment_id
     client.delete_experiment(experiment)
     try:
         with pytest.raises(LineageError, match=f"mlflow experiments restore --experiment-id {experiment}"):
-            Lineage(server).record_target(graph.manifest.target, graph.manifest.tokenizer)
+            other.extraction(Lineage(server))
     finally:
         client.restore_experiment(experiment)
 

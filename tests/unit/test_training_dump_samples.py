@@ -1,0 +1,82 @@
+"""Training straight from a dump's files: the same samples and the same drafter as from memory, and a fair split."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3.drafter.config import DrafterConfig
+from eagle3.drafter.vocab import VocabMap, count_tokens
+from eagle3.dump.reader import DumpReader
+from eagle3.target import Target
+from eagle3.training.config import TrainingConfig
+from eagle3.training.dump_samples import DumpSamples, split
+from eagle3.training.loop import train
+from eagle3.training.samples import TargetParts
+from tests.dumps import SPEC, capture, write_dump
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def reader(tiny_llama: Path, tmp_path: Path) -> DumpReader:
+    """Of 8 samples in several shards."""
+    write_dump(capture(tiny_llama), tmp_path / "dump")
+    return DumpReader.open(tmp_path / "dump")
+
+
+def test_a_sample_is_prompt_and_answer_with_its_slots_side_by_side(tiny_llama: Path, reader: DumpReader) -> None:
+    captured = capture(tiny_llama).samples[3]
+    sample = DumpSamples(reader, [5, 3])[1]
+    assert sample.id == captured.id
+    assert sample.input_ids.tolist() == [*captured.input_ids.tolist(), captured.last_token_id]
+    assert torch.equal(sample.aux, torch.cat([captured.states[point] for point in SPEC.aux], dim=-1))
+    assert torch.equal(sample.final, captured.states[SPEC.final])
+    answer = torch.arange(len(sample.input_ids)) >= captured.prompt_tokens
+    assert torch.equal(sample.loss_mask, answer)
+
+
+def test_no_sample_is_kept_in_memory(reader: DumpReader) -> None:
+    samples = DumpSamples(reader, range(len(reader)))
+    first, again = samples[0], samples[0]
+    assert torch.equal(first.aux, again.aux)
+    assert first.aux.data_ptr() != again.aux.data_ptr()
+    assert [s.id for s in samples[2:4]] == [s.id for s in samples][2:4]
+    with pytest.raises(IndexError):
+        samples[len(reader)]
+
+
+def test_tokens_are_counted_without_the_states(reader: DumpReader) -> None:
+    samples = DumpSamples(reader, range(len(reader)))
+    counted = list(samples.tokens())
+    assert all(torch.equal(ids, sample.input_ids) for (ids, _), sample in zip(counted, samples, strict=True))
+    assert all(torch.equal(mask, sample.loss_mask) for (_, mask), sample in zip(counted, samples, strict=True))
+
+
+def test_held_out_samples_are_spread_and_at_most_a_fifth(reader: DumpReader) -> None:
+    rest, heldout = split(reader, 8)
+    assert (len(rest), len(heldout)) == (7, 1)
+    assert {s.id for s in rest} | {s.id for s in heldout} == {record.id for record in reader.records}
+    rest, heldout = split(reader, 0)
+    assert (len(rest), len(heldout)) == (8, 0)
+
+
+def test_training_from_the_files_is_training_from_memory_bit_by_bit(tiny_llama: Path, reader: DumpReader) -> None:
+    target = Target.open(tiny_llama)
+    parts = TargetParts(
+        embedding=target.embedding_table(),
+        head=target.head(),
+        final_norm=target.final_norm(),
+        rms_norm_eps=target.rms_norm_eps,
+        num_layers=target.num_layers,
+    )
+    samples, heldout = split(reader, 1)
+    vocab = VocabMap.most_frequent(count_tokens(samples.tokens(), target.vocab_size), 64)
+    shape = DrafterConfig.like_target(target, num_slots=3, draft_vocab_size=len(vocab))
+    recipe = TrainingConfig(budget=3, budget_unit="steps", bf16=False)
+    lazy = train(samples, heldout, parts, shape, vocab, recipe)
+    eager = train(list(samples), list(heldout), parts, shape, vocab, recipe)
+    theirs = eager.drafter.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in lazy.drafter.state_dict().items())
+    assert lazy.acceptance == eager.acceptance is not None
+    assert train(samples, [], parts, shape, vocab, recipe).acceptance is None
