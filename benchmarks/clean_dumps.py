@@ -111,6 +111,8 @@ class Case:
                     temperature=TEMPERATURE if kind == "sampled" else 0.0,
                     new_tokens=SHORT_ANSWER if kind == "long prompts" else NEW_TOKENS,
                     streams=batch,
+                    # A language model ends many a bare text at once, and an answer of one token trains nothing.
+                    ignore_eos=kind == "long prompts" and self.target == "smollm2",
                 ),
             )
 

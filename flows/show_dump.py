@@ -123,6 +123,8 @@ def _lines(found: AttributedDump) -> list[str]:
     ]
     lines += [f"cause: {cause}" for cause in attribution.causes]
     lines += [misfit.sentence for misfit in attribution.misfits]
+    if found.alignment is not None:
+        lines.append(f"tokens: {found.alignment.sentence}")
     return [*lines, f"claims: {found.claimed_by}", _VERDICTS[found.verdict]]
 
 
@@ -134,6 +136,7 @@ def attribution_as_json(found: AttributedDump) -> dict[str, Any]:
         "claimed_by": found.claimed_by,
         "verdict": found.verdict,
         "answers": {slot.label: slot_in_words(slot) for slot in attribution.slots},
+        "alignment": found.alignment.model_dump(mode="json") if found.alignment else None,
         **attribution.model_dump(mode="json"),
     }
 

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.logging import get_run_logger
 
 from infra.settings import Settings
 from infra.store import MissingObject, open_store

@@ -93,14 +93,14 @@ def examine_server(
 
 
 def reference_here(target: "Target") -> "Reference | None":
-    """The target itself as the reference of attributions; None where it does not fit into half of the free memory."""
-    import psutil
+    """The target itself as the reference of attributions; None where this machine cannot compute it."""
+    from eagle3.target.files import TargetError
+    from tasks.references import NoReference, load_target
 
-    from eagle3.evidence.attribution import TargetReference
-
-    stored = sum(path.stat().st_size for path in target.weights.paths())
-    needed = stored * (1 if target.dtype == "float32" else 2)  # computed in float32
-    return TargetReference(target) if needed <= psutil.virtual_memory().available / 2 else None
+    try:
+        return load_target(target)
+    except (NoReference, TargetError):
+        return None
 
 
 def _live(staging: Path) -> "LiveModel | None":

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from eagle3.dump.slots import SlotSample
     from eagle3.evidence.attributed import Attribution, SlotAttribution, SlotVerdict
     from eagle3.evidence.attribution import Reference
+    from eagle3.evidence.report import Check
+    from eagle3.target import Target
 
 MOST_SHARDS = 4
 """Shards that are read (or fetched) for an attribution; its samples are spread over them."""
@@ -33,6 +35,7 @@ class AttributedDump:
     layout: str
     claimed_by: str
     attribution: "Attribution"
+    alignment: "Check | None" = None  # the final state against the tokens, of somebody else's dump
 
     @property
     def altered(self) -> "tuple[SlotAttribution, ...]":
@@ -45,7 +48,8 @@ class AttributedDump:
 
     @property
     def verdict(self) -> "SlotVerdict":
-        return "refuted" if self.altered else self.attribution.verdict
+        misaligned = self.alignment is not None and self.alignment.verdict == "fail"
+        return "refuted" if self.altered or misaligned else self.attribution.verdict
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class _Compared:
     reference: "Reference"
     model_class: str
     vocab_size: int
+    target: "Target | None" = None
 
 
 def attribute_dump(
@@ -95,7 +100,26 @@ def attribute_dump(
         dtype=dump.dtype,
         model_class=compared.model_class,
     )
-    return AttributedDump(dump.where, dump.layout, claimed_by, attribution)
+    alignment = None
+    if isinstance(dump, OthersDump) and compared.target is not None:
+        alignment = _alignment(dump, compared.target, attribution)
+    return AttributedDump(dump.where, dump.layout, claimed_by, attribution, alignment)
+
+
+def _alignment(dump: OthersDump, target: "Target", attribution: "Attribution") -> "Check | None":
+    """Do the tokens belong to the rows, by the slot that is the final state? None where no slot is.
+
+    Our own dumps know how their text came about, and `validate` asks them more.
+    """
+    from eagle3.evidence.head import FinalStateParts
+    from eagle3.evidence.text_alignment import judge_alignment
+
+    final = {"norm": True, f"layers.{target.num_layers - 1}": False}
+    slot = next((slot for slot in attribution.slots if str(slot.found) in final), None)
+    if slot is None:
+        return None
+    samples = (dump.dump.sample(index).slots() for index in range(dump.num_samples))
+    return judge_alignment(samples, slot.label, FinalStateParts.of(target), normed=final[str(slot.found)])
 
 
 def _claims(dump: OpenedDump, claim: Sequence[CapturePoint]) -> dict[str, CapturePoint | None]:
@@ -119,7 +143,7 @@ def _target(dump: PublishedDump | OthersDump, params: TargetParams, settings: Se
     reference = TargetReference(target)
     if isinstance(dump, PublishedDump) and not accept:
         reference.check(dump.manifest.target)
-    return _Compared(reference, target.model_class, target.vocab_size)
+    return _Compared(reference, target.model_class, target.vocab_size, target)
 
 
 def _probe(dump: PublishedDump | OthersDump, settings: Settings) -> _Compared:

@@ -190,9 +190,13 @@ def compare(first: OpenedDump, second: OpenedDump, settings: Settings, on_progre
         pairs = isinstance(dump, OthersDump) and len(ours) == len(dump.labels)
         return dict(zip(dump.labels, ours if pairs else dump.labels, strict=True))
 
+    weights = {d.manifest.target.weights_sha256 for d in (first, second) if isinstance(d, PublishedDump)}
+
     def called(dump: OpenedDump) -> str:
-        renamed = ", ".join(f"{label} as {name}" for label, name in taken(dump).items() if label != name)
-        return f"{dump.where} ({renamed})" if renamed else dump.where
+        notes = [f"{label} as {name}" for label, name in taken(dump).items() if label != name]
+        if isinstance(dump, PublishedDump) and len(weights) > 1:
+            notes.append(f"its target's weights are {dump.manifest.target.weights_sha256[:12]}")
+        return f"{dump.where} ({', '.join(notes)})" if notes else dump.where
 
     def samples(dump: OpenedDump) -> "Iterator[SlotSample]":
         nonlocal done

@@ -117,6 +117,13 @@ MISTAKES: tuple[Mistake, ...] = (
         lambda s: (f"{s.mid} holds {later(s.mid, 1)}",),
     ),
     Mistake(
+        "another engine's ids were sent",
+        BOUNDARY,
+        ids_of_another_engine,
+        "engine_ids",
+        _says("The ids that were sent mean"),
+    ),
+    Mistake(
         "ids declared for another version",
         VERSION,
         ids_of_another_version,
@@ -129,13 +136,6 @@ MISTAKES: tuple[Mistake, ...] = (
         live_list_differs,
         "capture_list",
         lambda s: (f"it captured {', '.join(later(p, 1) for p in s.spec.aux)}",),
-    ),
-    Mistake(
-        "another engine's ids were sent",
-        BOUNDARY,
-        ids_of_another_engine,
-        "engine_ids",
-        _says("The ids that were sent mean"),
     ),
     Mistake("the engine's default layers", DEFAULT, default_list, "attribution", _says("default")),
     Mistake(

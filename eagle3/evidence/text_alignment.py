@@ -17,7 +17,9 @@ from eagle3.evidence.text import DRAWN_EXCESS, OFFSETS, RATIO, Judgement, TextRo
 PROMPT_ROWS = 512
 """Rows of prompts to judge of the whole dump; a dump of many samples gets more, `ROWS_PER_SAMPLE` of each."""
 ROWS_PER_SAMPLE = 8
-"""At least so many rows of every sample are looked at, so that mostly 6 of them can tell."""
+"""At least so many rows of every sample are looked at: enough for a shift of the dump. Which sample's prompt belongs to
+which rows shows from about 16 rows on (chat prompts begin alike), so in dumps of up to 32 samples; answers tell it in
+dumps of any size (`final_state`)."""
 FOREIGN_ROWS, FOREIGN_SAMPLES = 64, 64
 """Rows of each sample, and samples, of a dump that is not ours."""
 _WARN: Verdict = "warn"

@@ -72,6 +72,13 @@ def test_the_claim_of_the_command_line_replaces_the_comments(captured: Capture, 
     assert "norm, not layers.7" in wrong.out
 
 
+def test_the_final_state_is_held_against_the_tokens_too(captured: Capture, tmp_path: Path) -> None:
+    path = write_state_lists(captured, tmp_path / "hs")
+    said = dump("attribute", path, "--target", captured.target, "--claim", ",".join(AUX), "--json")
+    assert said.json["alignment"]["name"] == "alignment"
+    assert said.json["alignment"]["verdict"] != "fail"
+
+
 @pytest.mark.parametrize("layout", WRITERS)
 def test_every_layout_is_told_what_its_slots_really_are(captured: Capture, tmp_path: Path, layout: str) -> None:
     """Labelled layers.2, layers.4, layers.6; made with the ids of the wrong fix."""
