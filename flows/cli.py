@@ -196,3 +196,7 @@ def doctor(
         out.print(table)
     if not all(item.ok for item in items):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

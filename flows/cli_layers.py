@@ -25,6 +25,8 @@ ANY = "any"
 class Answer:
     """Which points are meant, and the ids that mean them; no ids where only a live list is known."""
 
+    engine: str
+    version: str
     points: tuple[CapturePoint, ...]
     ids: EngineIds | None
     warnings: tuple[str, ...] = ()
@@ -68,13 +70,13 @@ def layers(
         elif ids is not None:
             sent = EngineIds(engine=engine, version=version, model_class=on, ids=_integers(ids, "--ids"))
             captured = points_of(sent, num_layers)
-            answer = Answer(captured, sent, warn(sent, captured, num_layers))
+            answer = Answer(engine, version, captured, sent, warn(sent, captured, num_layers))
         else:
             wanted = tuple(CapturePoint(part.strip()) for part in (points or "").split(","))
             found = ids_of(wanted, engine=engine, version=version, model_class=on, num_layers=num_layers)
-            answer = Answer(wanted, found, warn(found, wanted, num_layers))
+            answer = Answer(engine, version, wanted, found, warn(found, wanted, num_layers))
     moved = _move(answer, to, to_version, model_class, num_layers) if to else None
-    _show(answer, moved, as_json=as_json)
+    _show(answer, moved, num_layers, as_json=as_json)
 
 
 def _from_live_list(
@@ -84,11 +86,15 @@ def _from_live_list(
     if engine != "sglang":
         raise typer.BadParameter(f"a live list is SGLang's, recorded by the tap; got --engine {engine}")
     captured = live_points(held, num_layers, model_class=model_class, version=version)
+    if model_class is None:
+        hint = "Which ids gave this list depends on the model class: name --model-class, and --engine-version."
+        return Answer(engine, version, captured, None, (hint,))
     try:
-        ids = ids_of(captured, engine=engine, version=version, model_class=model_class or "", num_layers=num_layers)
-    except ConventionError as error:
-        return Answer(captured, None, (f"Which ids gave this list is not known: {error}",))
-    return Answer(captured, ids)
+        ids = ids_of(captured, engine=engine, version=version, model_class=model_class, num_layers=num_layers)
+    except ConventionError:
+        hint = f"Which ids gave this list is not known: SGLang {version} is not a release with a rule for it."
+        return Answer(engine, version, captured, None, (hint,))
+    return Answer(engine, version, captured, ids, warn(ids, captured, num_layers))
 
 
 def _from_default(engine: str, version: str, model_class: str, num_layers: int) -> Answer:
@@ -98,9 +104,9 @@ def _from_default(engine: str, version: str, model_class: str, num_layers: int) 
     )
     try:
         ids = ids_of(captured, engine=engine, version=version, model_class=model_class, num_layers=num_layers)
-    except ConventionError:
-        return Answer(captured, None, (warning,))
-    return Answer(captured, ids, (warning,))
+    except ConventionError as error:
+        return Answer(engine, version, captured, None, (str(error),))
+    return Answer(engine, version, captured, ids, (warning,))
 
 
 def _move(answer: Answer, to: str, to_version: str | None, model_class: str | None, num_layers: int) -> EngineIds:
@@ -111,7 +117,9 @@ def _move(answer: Answer, to: str, to_version: str | None, model_class: str | No
 
 def _model_class(engine: str, version: str, model_class: str | None) -> str:
     if model_class is None and convention(engine).known_model_classes(version) is not None:
-        raise typer.BadParameter(f"--model-class is needed: in {engine} an id's meaning depends on it")
+        raise typer.BadParameter(
+            f"--model-class is needed: what {engine} captures was checked class by class, and may differ between them"
+        )
     return model_class or ANY
 
 
@@ -124,15 +132,17 @@ def _integers(text: str, option: str) -> tuple[int, ...]:
         ) from None
 
 
-def _show(answer: Answer, moved: EngineIds | None, *, as_json: bool) -> None:
-    sentences, warnings = explain(answer.ids, answer.points), answer.warnings
+def _show(answer: Answer, moved: EngineIds | None, num_layers: int, *, as_json: bool) -> None:
+    sentences, warnings = explain(answer.ids, answer.points, num_layers), answer.warnings
     if moved and answer.ids:
         warnings += warn_of_move(answer.ids, moved)
     if as_json:
         result = {
             "points": list(answer.points),
             "ids": list(answer.ids.ids) if answer.ids else [],
-            "engine": answer.ids.model_dump(mode="json") if answer.ids else None,
+            "engine": answer.ids.model_dump(mode="json")
+            if answer.ids
+            else {"engine": answer.engine, "version": answer.version, "model_class": None, "ids": None},
             "explanation": list(sentences),
             "warnings": list(warnings),
         }

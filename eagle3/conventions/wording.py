@@ -15,18 +15,20 @@ def listed(points: Sequence[CapturePoint]) -> str:
     return ", ".join(points)
 
 
-def in_words(point: CapturePoint) -> str:
+def in_words(point: CapturePoint, num_layers: int) -> str:
     """Where a point lies, e.g. `captured at the input of layer 3 = output of layer 2`."""
     if point.boundary is None:
         return "the output of the final norm"
     if point.boundary == 0:
         return "the token embedding = the input of layer 0"
+    if point.boundary == num_layers:
+        return f"output of layer {num_layers - 1}, the last one, before the final norm"
     return f"captured at the input of layer {point.boundary} = output of layer {point.boundary - 1}"
 
 
-def explain(engine_ids: EngineIds | None, points: Sequence[CapturePoint]) -> tuple[str, ...]:
+def explain(engine_ids: EngineIds | None, points: Sequence[CapturePoint], num_layers: int) -> tuple[str, ...]:
     """A sentence for each slot in delivered order, then where the ids are written and what the final state is."""
-    sentences = tuple(f"{point}: {in_words(point)}" for point in points)
+    sentences = tuple(f"{point}: {in_words(point, num_layers)}" for point in points)
     if engine_ids is None:
         return sentences
     known = convention(engine_ids.engine)
@@ -66,11 +68,19 @@ def warn_of_move(source: EngineIds, target: EngineIds) -> tuple[str, ...]:
 
 def _traps(engine_ids: EngineIds, points: Sequence[CapturePoint], num_layers: int) -> Iterator[str]:
     known = convention(engine_ids.engine)
-    if not known.keeps_order and list(engine_ids.ids) != sorted(engine_ids.ids):
-        yield (
-            f"The order of the ids changes nothing: {known.title} delivers the states in the order of the layers, "
-            f"{listed(points)}."
-        )
+    ascending = tuple(sorted(engine_ids.ids))
+    if not known.keeps_order and engine_ids.ids != ascending:
+        meaning = _meaning(engine_ids.model_copy(update={"ids": ascending}), num_layers)
+        if meaning == listed(points):
+            yield (
+                f"The order of the ids changes nothing: {known.title} delivers the states in the order of the layers, "
+                f"{listed(points)}."
+            )
+        else:
+            yield (
+                f"The order of the ids matters here: {list(ascending)} means {meaning or 'nothing that is captured'}. "
+                "Which id stands first decides how all are read; the states come in the order of the layers anyway."
+            )
     if len(points) == 1 and engine_ids.engine == "sglang":
         yield "One slot alone: SGLang's drafter then skips its fc without a word. Capture at least two."
     if engine_ids.engine == "sglang" and -1 in engine_ids.ids and points[0] == "embed":
@@ -90,20 +100,26 @@ def _traps(engine_ids: EngineIds, points: Sequence[CapturePoint], num_layers: in
 
 
 def _other_releases(engine_ids: EngineIds, points: Sequence[CapturePoint], num_layers: int) -> Iterator[str]:
-    """Runs of releases of the same engine in which the same ids mean something else."""
+    """Runs of releases of the same engine in which the same ids mean something else, or are refused."""
     known = convention(engine_ids.engine)
     runs: list[tuple[str, list[str]]] = []
     for release in known.releases:
         meaning = _meaning(engine_ids.model_copy(update={"version": release}), num_layers)
+        classes = known.known_model_classes(release)
+        if not meaning and classes is not None and engine_ids.model_class not in classes:
+            meaning = listed(points)  # the class captures nothing there at all, which is no question of these ids
         if runs and runs[-1][0] == meaning:
             runs[-1][1].append(release)
         else:
             runs.append((meaning, [release]))
     for meaning, releases in runs:
-        if meaning and meaning != listed(points):
+        if meaning != listed(points):
             span = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
             on = "" if known.known_model_classes(engine_ids.version) is None else f" on {engine_ids.model_class}"
-            yield f"In {known.title} {span} the same ids mean something else{on}: {meaning}."
+            if meaning:
+                yield f"In {known.title} {span} the same ids mean something else{on}: {meaning}."
+            else:
+                yield f"In {known.title} {span} the same ids do not work{on}: an error, or fewer states than ids."
 
 
 def _other_classes(engine_ids: EngineIds, points: Sequence[CapturePoint], num_layers: int) -> Iterator[str]:

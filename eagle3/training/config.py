@@ -11,13 +11,16 @@ class TrainingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", title="Training")
 
     budget: float = Field(
-        60.0, gt=0, title="Budget", description="How long to train, in the budget's unit. The learning rate follows it"
+        250.0,
+        gt=0,
+        title="Budget",
+        description="How long to train, in the budget's unit. The learning rate follows it",
     )
     budget_unit: Literal["cpu_seconds", "seconds", "steps"] = Field(
-        "cpu_seconds",
+        "steps",
         title="Budget unit",
-        description="CPU-seconds of this process, seconds on the clock, or optimiser steps. Only steps are repeatable "
-        "bit by bit on the same machine",
+        description="Optimiser steps, CPU-seconds of this process, or seconds on the clock. Only steps give the same "
+        "drafter again: a busy machine does fewer in a second, of either kind",
     )
     num_unroll_steps: int = Field(
         3,

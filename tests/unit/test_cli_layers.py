@@ -105,7 +105,8 @@ def test_a_fork_is_settled_by_its_live_list() -> None:
         _run(*LLAMA, "--ids", "2,15,27", "--engine-version", "0.5.23+fork")
     answer = _json(*LLAMA, "--live-list", "3,16,28", "--engine-version", "0.5.23+fork", "--to", "transformers")
     assert answer["points"] == ["layers.2", "layers.15", "layers.27"]
-    assert (answer["ids"], answer["engine"]) == ([], None)
+    assert answer["ids"] == []
+    assert answer["engine"] == {"engine": "sglang", "version": "0.5.23+fork", "model_class": None, "ids": None}
     assert answer["to"]["ids"] == [3, 16, 28]
     assert "is not a release" in answer["warnings"][0]
     known = _json(*KIMI, "--live-list", "3,31,59")
@@ -146,3 +147,27 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
 def test_what_is_not_known_or_possible_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(Eagle3Error, match=message):
         _run(*arguments)
+
+
+def test_where_the_first_id_decides_the_order_is_not_called_harmless() -> None:
+    kimi = ("--model-class", "KimiK25ForConditionalGeneration", "--num-layers", "61")
+    warnings = " ".join(_json(*kimi, "--ids", "30,1,58")["warnings"])
+    assert "The order of the ids matters here: [1, 30, 58] means layers.1, layers.30, layers.58" in warnings
+    assert "The order of the ids changes nothing" in " ".join(_json(*kimi, "--ids", "58,30,2")["warnings"])
+
+
+def test_releases_that_refuse_the_ids_are_named() -> None:
+    warnings = " ".join(_json(*LLAMA, "--ids", "-1,2,15")["warnings"])
+    assert "In SGLang 0.5.9 to 0.5.21 the same ids do not work on LlamaForCausalLM" in warnings
+
+
+def test_the_stream_after_the_last_layer_is_not_called_the_input_of_one_more() -> None:
+    answer = _json("--engine", "vllm", "--model-class", "LlamaForCausalLM", "--num-layers", "30", "--ids", "2,16,30")
+    assert answer["explanation"][2] == "layers.29: output of layer 29, the last one, before the final norm"
+
+
+def test_a_live_list_without_a_model_class_says_what_is_missing() -> None:
+    answer = _json("--num-layers", "30", "--live-list", "3,16,28")
+    assert answer["warnings"] == [
+        "Which ids gave this list depends on the model class: name --model-class, and --engine-version."
+    ]
