@@ -104,9 +104,11 @@ def measure(dump: Path, target: Path) -> dict[str, Any]:
             self.exact += time.process_time() - started
             return result
 
-        def coarse_states(self, input_ids: torch.Tensor, dtype: str) -> Mapping[CapturePoint, torch.Tensor]:
+        def coarse_states(
+            self, input_ids: torch.Tensor, dtype: str, *, int8: bool = True
+        ) -> Mapping[CapturePoint, torch.Tensor]:
             started = time.process_time()
-            result = super().coarse_states(input_ids, dtype)
+            result = super().coarse_states(input_ids, dtype, int8=int8)
             self.coarse += time.process_time() - started
             return result
 

@@ -194,6 +194,7 @@ class _Bench:
 
     def _examine(self, label: str, client: "SglangClient", staging: Path, file: PromptFile) -> Seen:
         """What this server really runs. The drafter as it was trained must give the contract check nothing to say."""
+        self.progress.note(f"{label}: the server is held against the drafter's contract")
         seen = examine_server(
             client,
             self.checkpoint.contract,

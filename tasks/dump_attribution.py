@@ -167,7 +167,9 @@ def _chosen(
     from eagle3.evidence.attribution_check import MAX_SAMPLES, TOKEN_BUDGET, choose_samples
 
     if isinstance(dump, OthersDump):
-        places = _spread(dump.num_samples, MAX_SAMPLES)
+        # Where an answer begins is not known: as many samples as can be looked at whole, by the length of the first.
+        whole = TOKEN_BUDGET // dump.dump.sample(0).rows
+        places = _spread(dump.num_samples, max(2, min(whole, MAX_SAMPLES)))
         for index in places:
             yield dump.dump.sample(index).slots(), TOKEN_BUDGET // len(places)
         return
@@ -207,4 +209,4 @@ def _first_rows(
                 "it is another target, or the ids are of another tokenizer"
             )
         states = {label: state[:tokens] for label, state in sample.states.items()}
-        yield SlotSample(id=sample.id, input_ids=ids, states=states)
+        yield SlotSample(sample.id, ids, states, prompt_tokens=sample.prompt_tokens)

@@ -107,7 +107,7 @@ def slots_of(reader: "DumpReader", index: int) -> "SlotSample":
 
     sample = reader.read(index)
     states = {str(point): state for point, state in sample.states.items()}
-    return SlotSample(id=sample.id, input_ids=sample.input_ids, states=states)
+    return SlotSample(sample.id, sample.input_ids, states, prompt_tokens=sample.record.prompt_tokens)
 
 
 class OthersDump:

@@ -18,7 +18,7 @@ from tasks.params import TargetParams
 
 if TYPE_CHECKING:
     from eagle3.dump.probe import Probe, ProbedSequence
-    from eagle3.evidence.probe_checks import Nearest
+    from eagle3.evidence.nearest import Nearest
     from eagle3.evidence.report import Check
     from eagle3.target import Target
     from infra.sglang.client import Generated, SglangClient
@@ -229,7 +229,7 @@ def _compare(probe: "Probe", other: "Probe", where: str) -> ProbeComparison:
 
     found = compare_probes(probe, other)
     slots, theirs = probe.info.captured, other.info.captured
-    moved = [boundary for boundary in found.boundaries if not boundary.fits]
+    moved = [boundary for boundary in found.boundaries if not (boundary.fits or boundary.untold)]
     if moved:
         first = moved[0]
         sentence = (

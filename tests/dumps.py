@@ -71,9 +71,10 @@ def capture(
     max_new_tokens: int = 24,
     seed: int = 0,
     temperature: float = 0.0,
+    lengths: tuple[int, ...] = (),
 ) -> Capture:
-    """Let the target answer `num_samples` random prompts of unlike lengths, greedily or sampling from its whole
-    distribution, and keep every boundary.
+    """Let the target answer `num_samples` random prompts of unlike lengths (5, 8, 11 ..., or `lengths` in turns),
+    greedily or sampling from its whole distribution, and keep every boundary.
 
     Done once per test run for the same arguments: do not write into its tensors.
     """
@@ -85,7 +86,8 @@ def capture(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     samples = []
     for index in range(num_samples):
-        prompt = torch.randint(3, model.config.vocab_size, (1, 5 + 3 * index), generator=generator)
+        length = lengths[index % len(lengths)] if lengths else 5 + 3 * index
+        prompt = torch.randint(3, model.config.vocab_size, (1, length), generator=generator)
         full = model.generate(prompt, max_new_tokens=max_new_tokens, **sampling)[0]
         output_tokens = len(full) - prompt.shape[1]
         samples.append(
@@ -99,12 +101,7 @@ def capture(
                 states=states_of(model, full[:-1]),
             )
         )
-    parts = FinalStateParts(
-        head=model.lm_head.weight.detach(),
-        final_norm=model.model.norm.weight.detach(),
-        rms_norm_eps=model.config.rms_norm_eps,
-        embedding=model.model.embed_tokens.weight.detach(),
-    )
+    parts = FinalStateParts.of(Target.open(target))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     texts = tuple(
         ProbedSequence("text", name, torch.tensor(ids), states_of(model, torch.tensor(ids)), {})

@@ -9,7 +9,10 @@ from eagle3.evidence.references import Reference
 from eagle3.evidence.validate import validate_dump
 from tests.planting import (
     Scene,
+    answers_empty,
     answers_of_one_token,
+    answers_of_the_next_layer,
+    behind_a_chunk,
     default_list,
     embed_called_layer,
     file_lost,
@@ -21,7 +24,10 @@ from tests.planting import (
     later,
     layers_called_embed,
     live_list_differs,
+    next_layer,
+    next_layer_and_late,
     not_finite,
+    other_tokens,
     other_weights,
     rewritten,
     roll,
@@ -32,8 +38,10 @@ from tests.planting import (
     samples_exchanged,
     scale,
     shift_points,
+    some_rows,
     truncated,
     wrong_gather,
+    zeros,
 )
 
 
@@ -206,6 +214,13 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("rows late by one", SHIFT, roll(1), "final_state", _says("rows are late by 1")),
     Mistake("rows late by two", SHIFT, roll(2), "final_state", _says("rows are late by 2")),
     Mistake("rows early by one", SHIFT, roll(-1), "final_state", _says("rows are early by 1")),
+    Mistake(
+        "every layer one later, and rows late by one",
+        SHIFT,
+        next_layer_and_late,
+        "attribution",
+        lambda s: tuple(f"{p} holds {later(p, 1)}, 1 row late" for p in s.spec.aux),
+    ),
     Mistake("rows early by two", SHIFT, roll(-2), "final_state", _says("rows are early by 2")),
     Mistake(
         "rows of the slots late by one",
@@ -248,6 +263,38 @@ MISTAKES: tuple[Mistake, ...] = (
         last_chunk_only,
         "attribution",
         _says("Rows are missing or doubled", "chunked prefill"),
+    ),
+    Mistake(
+        "the slots of all answers empty",
+        MISSING,
+        answers_empty,
+        "attribution",
+        lambda s: tuple(f"{p} holds {p}, but not in the rows of the answers" for p in s.spec.aux),
+    ),
+    Mistake("the slots of all answers empty, seen exactly", MISSING, answers_empty, "finite", _says("but zeros in")),
+    Mistake(
+        "the slots of all answers from the next layer",
+        MISSING,
+        answers_of_the_next_layer,
+        "attribution",
+        lambda s: (f"{s.low} holds", str(later(s.low, 1)), "from two paths of the server (prefill, decode)"),
+    ),
+    Mistake("rows of other tokens behind a chunk's end", MISSING, behind_a_chunk, "attribution", _says("fit n")),
+    Mistake("a tenth of the rows empty", MISSING, some_rows(0.1, zeros), "finite", _says("was never filled")),
+    Mistake("two fifths of the rows empty", MISSING, some_rows(0.4, zeros), "attribution", _says("were overwritten")),
+    Mistake(
+        "a quarter of the rows from the next layer",
+        MISSING,
+        some_rows(0.25, next_layer),
+        "attribution",
+        lambda s: tuple(f"the others hold {later(p, 1)}" for p in (s.low, s.mid)),
+    ),
+    Mistake(
+        "a quarter of the rows of other tokens",
+        FOREIGN,
+        some_rows(0.25, other_tokens),
+        "attribution",
+        _says("mixed with those of other requests"),
     ),
     Mistake(
         "one sample with another request's rows",

@@ -20,6 +20,7 @@ from eagle3.dump.writer import CapturedSample
 from tests.dumps import Capture, engine_record, flip_bit, reseal, with_states, write_dump
 
 MIN_ANSWER = 8
+Planted = Callable[["Scene"], None]
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,69 @@ def rows_padded(share: float) -> Callable[[Scene], None]:
         scene.write(pad)
 
     return plant
+
+
+def answers_empty(scene: Scene) -> None:
+    """The decode path did not capture: the slots of every answer's rows are zeros, the rest is right."""
+
+    def empty(sample: CapturedSample) -> Mapping[str, torch.Tensor]:
+        states = {p: sample.states[p].clone() for p in scene.spec.aux}
+        for state in states.values():
+            state[sample.prompt_tokens :] = 0
+        return states
+
+    scene.write(empty)
+
+
+def answers_of_the_next_layer(scene: Scene) -> None:
+    """The decode path captured at another place than prefill."""
+
+    def move(sample: CapturedSample) -> Mapping[str, torch.Tensor]:
+        start = sample.prompt_tokens
+        return {p: torch.cat([sample.states[p][:start], sample.states[later(p, 1)][start:]]) for p in scene.spec.aux}
+
+    scene.write(move)
+
+
+def behind_a_chunk(scene: Scene) -> None:
+    """From two thirds of the longest sample on, the slots hold rows of other tokens: a chunk's end."""
+    start = max(len(s.input_ids) for s in scene.captured.samples) * 2 // 3
+
+    def turn(sample: CapturedSample) -> Mapping[str, torch.Tensor]:
+        return {p: torch.cat([s[:start], s[start:].flip(0)]) for p, s in sample.states.items() if p in scene.spec.aux}
+
+    scene.write(turn)
+
+
+def some_rows(share: float, change: Callable[[Scene, CapturedSample, CapturePoint], torch.Tensor]) -> Planted:
+    """That share of the rows of each sample, chosen at random, from what `change` makes of a slot's state."""
+
+    def plant(scene: Scene) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def spoil(sample: CapturedSample) -> Mapping[str, torch.Tensor]:
+            chosen = torch.rand(len(sample.input_ids), generator=generator) < share
+            return {p: torch.where(chosen[:, None], change(scene, sample, p), sample.states[p]) for p in scene.spec.aux}
+
+        scene.write(spoil)
+
+    return plant
+
+
+def zeros(_scene: Scene, sample: CapturedSample, point: CapturePoint) -> torch.Tensor:
+    return torch.zeros_like(sample.states[point])
+
+
+def next_layer(_scene: Scene, sample: CapturedSample, point: CapturePoint) -> torch.Tensor:
+    return sample.states[later(point, 1)]
+
+
+def other_tokens(_scene: Scene, sample: CapturedSample, point: CapturePoint) -> torch.Tensor:
+    return sample.states[point].roll(5, 0)
+
+
+def next_layer_and_late(scene: Scene) -> None:
+    scene.write(lambda s: {p: s.states[later(p, 1)].roll(1, 0) for p in scene.spec.aux})
 
 
 def last_chunk_only(scene: Scene) -> None:

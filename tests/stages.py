@@ -23,7 +23,10 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "qwen3": targets.make_qwen3,
     "deepseek": targets.make_deepseek,
     "deepseek-moe": lambda folder, **options: targets.make_deepseek(folder, moe=True, **options),
+    "llama, long prompts": targets.make_llama,
 }
+LONG = {"llama, long prompts": (30, 150, 400)}
+"""Tokens of the prompts, in turns, where they are not as short as the tests' others."""
 SMOLLM2 = "smollm2"
 STAGES = (*MAKERS, SMOLLM2)
 SMOLLM2_SPEC = CaptureSpec(aux=tuple(CapturePoint(f"layers.{i}") for i in (2, 15, 27)))
@@ -44,10 +47,12 @@ class RememberingReference(TargetReference):
             self._known[key] = super().states(sample_id, input_ids)
         return self._known[key]
 
-    def coarse_states(self, input_ids: torch.Tensor, dtype: str) -> Mapping[CapturePoint, torch.Tensor]:
-        key = dtype, tuple(input_ids.tolist())
+    def coarse_states(
+        self, input_ids: torch.Tensor, dtype: str, *, int8: bool = True
+    ) -> Mapping[CapturePoint, torch.Tensor]:
+        key = f"{dtype} {int8}", tuple(input_ids.tolist())
         if key not in self._known:
-            self._known[key] = super().coarse_states(input_ids, dtype)
+            self._known[key] = super().coarse_states(input_ids, dtype, int8=int8)
         states = self._known[key]
         assert states is not None
         return states
@@ -75,6 +80,7 @@ def make_stage(name: str, dtype: torch.dtype, folder: Path) -> Stage:
         options |= {"num_samples": 6, "max_new_tokens": 16}
     else:
         path = MAKERS[name](folder / name, dtype=dtype)
+        options |= {"lengths": LONG.get(name, ())}
     return Stage(
         name=f"{name}-{str(dtype).removeprefix('torch.')}",
         captured=capture(path, **options),

@@ -77,6 +77,16 @@ def make_llama(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 
     return _save(LlamaForCausalLM(llama_config()), folder, dtype)
 
 
+def make_idle(folder: Path, layer: int, work: float, *, seed: int = 0) -> Path:
+    """A Llama one of whose layers adds only the share `work` of what it would."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(llama_config())
+    idle = model.model.layers[layer]
+    for part in (idle.self_attn.o_proj, idle.mlp.down_proj):
+        part.weight.data *= work
+    return _save(model, folder, torch.float32)
+
+
 def llama_config(**overrides: Any) -> LlamaConfig:
     return LlamaConfig(**_SHARED | overrides, head_dim=16, rms_norm_eps=1e-5)
 

@@ -17,3 +17,4 @@ class SlotSample:
     id: str
     input_ids: torch.Tensor  # [T] int64
     states: Mapping[str, torch.Tensor]  # label -> [T, H]
+    prompt_tokens: int | None = None  # rows from there on are the answer's; None: not known

@@ -11,12 +11,15 @@ SlotVerdict = Literal["proven", "refuted", "undecided"]
 
 
 class Candidate(EvidenceModel):
-    """A tensor that a slot may hold: scale * norm(...norm(point)) with the rows of t + shift."""
+    """A tensor that a slot may hold: scale * norm(...norm(point)) with the rows of t + shift, or rows of one length."""
 
     point: CapturePoint
     norms: int = Field(default=0, description="How often the final norm was applied on top of the point's own state")
     shift: int = Field(default=0, description="Row t holds the state of token t + shift: -1 is one row late")
     scale: Measured = Field(default=1.0, description="Factor of the best fit; 1 where no scaling is needed")
+    length: Measured | None = Field(
+        default=None, description="Each row was scaled to this length, as a norm without weights does; None: none was"
+    )
 
     def __str__(self) -> str:
         name = str(self.point)
@@ -26,6 +29,8 @@ class Candidate(EvidenceModel):
             name = f"{self.point} after the final norm"
         if self.scale != 1:
             name = f"{self.scale:.3g} x {name}"
+        if self.length is not None:
+            name += f" with every row scaled to length {self.length:.3g}"
         if self.shift:
             rows = "row" if abs(self.shift) == 1 else "rows"
             name += f", {abs(self.shift)} {rows} {'late' if self.shift < 0 else 'early'}"
@@ -41,6 +46,7 @@ class SlotAttribution(EvidenceModel):
     found: Candidate = Field(description="The nearest candidate")
     error: Measured = Field(description="Distance to `found`")
     claimed_error: Measured | None = Field(description="Distance to what was claimed")
+    claimed_bound: Measured | None = Field(default=None, description="The largest error that noise explains there")
     runner_up: Candidate = Field(description="The nearest candidate after `found`")
     runner_up_error: Measured
     bound: Measured = Field(description="The largest error that noise explains at `found`, from the calibration")
@@ -66,8 +72,10 @@ class Attribution(EvidenceModel):
     num_layers: int
     samples: int = Field(description="Samples that were looked at")
     rows: int = Field(description="Rows that were compared, of all these samples")
+    answer_rows: int = Field(default=0, description="Of these, the rows of answers, where it is known which they are")
     slots: tuple[SlotAttribution, ...]
     misfits: tuple[SampleFinding, ...] = ()
+    remarks: tuple[str, ...] = Field(default=(), description="What is worth a look although the labels are right")
     causes: tuple[str, ...] = Field(default=(), description="What explains the slots that are refuted; likeliest first")
     profile: dict[CapturePoint, Measured] = Field(
         default={}, description="The reference's median row norm at every point, over the compared rows"

@@ -1,13 +1,11 @@
 """What an attribution says to a person: the sentence of a slot, of a sample, and what explains the refuted slots."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eagle3.capture import CapturePoint
 from eagle3.conventions import slips
 from eagle3.evidence.attributed import Candidate, SlotAttribution
-
-_THIRDS = ("first", "middle", "last")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,13 @@ class SlotFacts:
     rows: int
     rows_needed: int
     untold_shifts: tuple[int, ...]
-    misfitting_thirds: tuple[int, ...]
+    spoilt: tuple[str, ...]
+    """The groups of rows that do not fit `found` as a whole."""
+    share: Mapping[str, float]
+    """Share of rows that fit `found` one by one: of all, and of each group."""
+    too_few_fit: bool
+    elsewhere: Candidate | None
+    """What the rows hold that do not fit."""
 
 
 def proven(f: SlotFacts) -> str:
@@ -38,7 +42,10 @@ def proven(f: SlotFacts) -> str:
 
 def refuted(f: SlotFacts) -> str:
     claim = "" if f.claimed is None else f" and {f.claimed_error:.2g} from {f.claimed}"
-    return f"{f.label} holds {f.found}: its rows are {f.error:.2g} from that{claim}."
+    share = f.share.get("all", 1.0)
+    there = f", the others hold {f.elsewhere}" if f.elsewhere else ""
+    part = f" Only {share:.0%} of its rows are{there}: the capture changed on the way." if f.too_few_fit else ""
+    return f"{f.label} holds {f.found}: its rows are {f.error:.2g} from that{claim}.{part}"
 
 
 def nowhere(f: SlotFacts) -> str:
@@ -51,11 +58,37 @@ def nowhere(f: SlotFacts) -> str:
 
 
 def partly(f: SlotFacts) -> str:
-    where = " and ".join(_THIRDS[third] for third in f.misfitting_thirds)
-    thirds = "thirds" if len(f.misfitting_thirds) > 1 else "third"
+    there = f"hold {f.elsewhere}" if f.elsewhere else "fit nothing there"
+    if f.spoilt[0].endswith("third"):
+        thirds = [name.removesuffix(" third") for name in f.spoilt]
+        where = f"the {' and '.join(thirds)} third{'s' if len(thirds) > 1 else ''} of its samples' rows"
+    else:
+        where = f"the rows of the {' and '.join(f.spoilt)}"
+    if f.elsewhere and f.elsewhere.shift != f.found.shift:
+        causes = (
+            "Rows are cut at another place there: look at where the capture joins the prompt's rows and the answer's"
+        )
+    elif f.elsewhere:
+        causes = (
+            "The parts come from two captures, or from two paths of the server (prefill, decode) with unlike layers"
+        )
+    elif f.spoilt == ("answers",):
+        causes = (
+            "The server computes prompts and answers on two paths (prefill, decode), and the capture of the answers "
+            "is broken: a buffer that was read too late or never filled, a graph that was replayed without the capture"
+        )
+    else:
+        causes = "Rows are missing or doubled: a prefix cache that was on, chunked prefill, or a request that was cut"
+    return f"{f.label} holds {f.found}, but not in {where}, which {there}. {causes}."
+
+
+def scattered(f: SlotFacts) -> str:
+    worst = min(f.share, key=lambda name: f.share[name])
+    among = "" if worst == "all" or f.share[worst] == f.share["all"] else f" ({f.share[worst]:.0%} in the {worst})"
+    there = f"hold {f.elsewhere}" if f.elsewhere else "fit nothing together"
     return (
-        f"{f.label} holds {f.found}, but not in the {where} {thirds} of its samples' rows, which fit nothing there. "
-        "Rows are missing or doubled: a prefix cache that was on, chunked prefill, or a request that was cut."
+        f"{f.label} holds {f.found} in only {f.share['all']:.0%} of its rows{among}; the others {there}. Rows were "
+        "overwritten, left empty, or mixed with those of other requests or another layer."
     )
 
 
@@ -88,11 +121,26 @@ def too_few(f: SlotFacts) -> str:
     )
 
 
-def misfit(sample: str, slot: SlotAttribution, error: float, explained: str | None) -> str:
+def misfit(sample: str, slot: SlotAttribution, error: float, explained: str | None, *, share: float) -> str:
+    """`share` of the sample's rows are `error` from what the slot is."""
+    if explained == slot.claimed:
+        return (
+            f"sample {sample!r}: its rows of {slot.label} are {explained}, as the label says, and {slot.found} in the "
+            "other samples: the capture changed between them (another server, another rank, a restart)"
+        )
     what = f"they are {explained}" if explained else "they fit no tensor of the target for these tokens"
+    rows = "its rows" if share > 0.95 else f"{share:.0%} of its rows"
     return (
-        f"sample {sample!r}: its rows of {slot.label} are {error:.2g} from {slot.found.point}, which the slot is in "
+        f"sample {sample!r}: {rows} of {slot.label} are {error:.2g} from {slot.found.point}, which the slot is in "
         f"the other samples; {what}"
+    )
+
+
+def coarser(slot: SlotAttribution, own: float) -> str:
+    return (
+        f"{slot.label} is right, but coarser than its dtype: its rows are {slot.error:.2g} from {slot.found.point}, "
+        f"and the dtype's own arithmetic explains {own:.2g}. The weights that served, or the states on their way, went "
+        "through fewer bits (fp8, int8)."
     )
 
 
@@ -112,6 +160,7 @@ def causes(slots: Sequence[SlotAttribution], *, num_layers: int, model_class: st
         *_final(wrong, num_layers),
         *_normed(wrong),
         *_scaled(wrong),
+        *_evened(wrong),
     )
     return tuple(dict.fromkeys(sentences))
 
@@ -119,23 +168,36 @@ def causes(slots: Sequence[SlotAttribution], *, num_layers: int, model_class: st
 def _slips(slots: Sequence[SlotAttribution], num_layers: int, model_class: str | None) -> tuple[str, ...]:
     """Conventions under which what means the claims to one system is what was found to another.
 
-    A slot that was normed, scaled or shifted has an explanation of its own: here it counts as right.
+    A slot can be of another layer and scaled, normed or shifted as well: the layers are explained first as they were
+    found, then with such slots taken for right. What fits nothing says nothing.
     """
-    pairs = [
-        (slot.claimed, slot.found.point if slot.found == Candidate(point=slot.found.point) else slot.claimed)
-        for slot in slots
-        if slot.claimed is not None
-    ]
-    explained = slips.explain(
-        [c for c, _ in pairs], [f for _, f in pairs], num_layers=num_layers, model_class=model_class
-    )
-    moved = [f"{c} is really {f}" for c, f in pairs if c != f and {c.boundary, f.boundary}.isdisjoint({None})]
-    if explained or not moved:
-        return explained
+    claims = [(slot.claimed, slot) for slot in slots if slot.claimed is not None]
+    held = [(claimed, _held(slot)) for claimed, slot in claims if slot.error <= slot.bound]
+    plain = [(c, slot.found.point if _is_plain(slot) and slot.error <= slot.bound else c) for c, slot in claims]
+    for pairs in (held, plain):
+        found = slips.explain(
+            [c for c, _ in pairs], [f for _, f in pairs], num_layers=num_layers, model_class=model_class
+        )
+        if found:
+            return found
+    moved = [f"{c} is really {f}" for c, f in held if c != f and {c.boundary, f.boundary}.isdisjoint({None})]
+    if not moved or len(held) < len(claims) or not all(_is_plain(slot) for _, slot in claims):
+        return ()
     return (
         f"{', '.join(moved)}: no known convention turns the one list into the other. An id was mistyped, or the slots "
         "were labelled by hand. `eagle3 layers` says which ids capture what in each engine.",
     )
+
+
+def _held(slot: SlotAttribution) -> CapturePoint:
+    """The point that a slot really holds. A final state that was normed anywhere has an explanation of its own, and
+    of points that are nearly equal it is the claimed one."""
+    normed = slot.claimed == "norm" and slot.found.norms
+    return slot.claimed if slot.claimed and (normed or slot.verdict == "undecided") else slot.found.point
+
+
+def _is_plain(slot: SlotAttribution) -> bool:
+    return slot.found == Candidate(point=slot.found.point)
 
 
 def _shifted(wrong: Sequence[SlotAttribution]) -> list[str]:
@@ -200,6 +262,16 @@ def _scaled(wrong: Sequence[SlotAttribution]) -> list[str]:
         "undone, or states that were normalised before they were stored."
         for slot in wrong
         if slot.found.scale != 1
+    ]
+
+
+def _evened(wrong: Sequence[SlotAttribution]) -> list[str]:
+    return [
+        f"Every row of {slot.label} has length {slot.found.length:.3g}: each was normalised by itself before it was "
+        "stored. An L2 norm leaves length 1, an RMS norm without its weight the square root of the hidden size; states "
+        "are stored as the stream holds them."
+        for slot in wrong
+        if slot.found.length is not None
     ]
 
 

@@ -9,10 +9,12 @@ from eagle3.capture import CapturePoint, all_points
 from eagle3.dump.slots import SlotSample
 from eagle3.errors import Eagle3Error
 from eagle3.evidence.attributed import Candidate
+from eagle3.evidence.examination import spread
 from eagle3.evidence.references import Reference, WrongTarget
 
 SHIFTS = (0, -1, 1, -2, 2)
-ROWS_PER_SAMPLE = 32
+ROWS_PER_SAMPLE = 64
+"""Rows of a sample that are compared: half of the prompt, half of the answer; what one lacks the other gets."""
 FARTHEST = 1e6
 """Stands for a distance that is larger or not defined: rows of zeros, NaN or infinity."""
 SAME = 1e-3
@@ -33,11 +35,17 @@ class Matched:
     """
 
     sample: SlotSample
-    picks: torch.Tensor  # [n] int64: the rows
+    picks: torch.Tensor  # [n] int64: the rows, in their order
     distances: torch.Tensor
     dots: torch.Tensor
     squares: torch.Tensor
     lengths: torch.Tensor
+
+    @property
+    def answers(self) -> torch.Tensor:
+        """Which of the rows are an answer's, [n] bool; none where nothing says where the answer begins."""
+        start = self.sample.prompt_tokens
+        return torch.zeros(len(self.picks), dtype=torch.bool) if start is None else self.picks >= start
 
 
 def candidates(num_layers: int, *, with_norm: bool) -> tuple[Candidate, ...]:
@@ -80,12 +88,13 @@ def match(
     rows: Sequence[torch.Tensor],
     wanted: Sequence[Candidate],
 ) -> Matched:
-    """Compare evenly spread rows of every slot with every candidate; `rows` come from `reference_rows`.
+    """Compare rows of every slot, evenly spread over prompt and answer, with every candidate; `rows` come from
+    `reference_rows`.
 
     Raises SlotsIncomplete, and WrongTarget where the states have another width than the reference's.
     """
     total, ids = len(rows[0]), sample.input_ids
-    picks = spread_rows(total)
+    picks = chosen_rows(total, sample.prompt_tokens)
     slots = torch.stack([_project(sample, label, picks, reference, rows[0].shape[-1]) for label in labels])  # [S, n, D]
     distances, dots, squares = [], [], []
     for place, candidate in enumerate(wanted):
@@ -119,16 +128,19 @@ def scaled_fit(matched: Sequence[Matched], slot: int, candidate: int) -> tuple[f
     return factor, _usable((1 - 2 * factor * dots + factor**2 * squares).clamp(min=0).sqrt().float())
 
 
-def spread_rows(total: int) -> torch.Tensor:
-    """The rows that are compared: evenly spread, the first and the last included."""
-    return torch.linspace(0, total - 1, min(total, ROWS_PER_SAMPLE)).round().long()
+def chosen_rows(total: int, prompt_tokens: int | None) -> torch.Tensor:
+    """The rows that are compared, in their order: evenly spread over the prompt's and over the answer's, the first and
+    the last of each included."""
+    border = total if prompt_tokens is None else min(prompt_tokens, total)
+    answer = min(total - border, max(ROWS_PER_SAMPLE // 2, ROWS_PER_SAMPLE - border))
+    return torch.cat([spread(0, border, ROWS_PER_SAMPLE - answer), spread(border, total, answer)])
 
 
 def foreign_distance(
     sample: SlotSample, label: str, reference: Reference, other: torch.Tensor, first_rows: int
 ) -> float:
     """Median distance of a slot's rows to the rows [t, D] of another sample at the same places."""
-    picks = spread_rows(min(first_rows, len(other)))
+    picks = spread(0, min(first_rows, len(other)), ROWS_PER_SAMPLE)
     slot = _project(sample, label, picks, reference, other.shape[-1])
     return float(_distances(other[picks], slot).median())
 

@@ -26,13 +26,19 @@ class RowNorms:
         self._dtype = manifest.dtype
         hidden_size, dtype = manifest.target.hidden_size, DTYPES[manifest.dtype]
         self._points = {point: RowMeasure(hidden_size, dtype) for point in manifest.spec.points}
-        self._nonfinite, self._near_max = Findings(), Findings()
+        self._nonfinite, self._near_max, self._zero = Findings(), Findings(), Findings()
         self._blamed: dict[CapturePoint, None] = {}  # a set that keeps its order
 
     def see(self, sample: Sample) -> None:
         for point, measure in self._points.items():
             suspects = measure.see(sample.states[point])
-            for rows, findings in ((suspects.nonfinite, self._nonfinite), (suspects.near_max, self._near_max)):
+            # A table may hold zeros for a token that is never used; no layer makes a row of zeros.
+            zero = () if point == "embed" else suspects.zero
+            for rows, findings in (
+                (suspects.nonfinite, self._nonfinite),
+                (suspects.near_max, self._near_max),
+                (zero, self._zero),
+            ):
                 for row in rows:
                     findings.add(f"sample {sample.id!r}, row {row}, {point}")
                     self._blamed.setdefault(point)
@@ -44,8 +50,16 @@ class RowNorms:
         return [self._finite(), self._norms()]
 
     def _finite(self) -> Check:
-        sentence = "Every value is finite, none near the largest number of its dtype."
-        if self._nonfinite.count:
+        sentence = "Every value is finite, none near the largest number of its dtype; no row is all zeros."
+        if self._zero.count:
+            sentence = (
+                f"Nothing but zeros in {self._zero}. No layer makes such a row: its place was never filled (a prefix "
+                "cache, a chunk or a decode step that was not captured). Look where the capture writes its rows, and "
+                "extract again."
+            )
+            if self._nonfinite.count:
+                sentence += f" And NaN or infinity in {self._nonfinite}."
+        elif self._nonfinite.count:
             sentence = (
                 f"NaN or infinity in {self._nonfinite}. A float16 overflow, an uninitialised buffer or a failing "
                 "device: look whether these samples are special (length, padding), serve the target in bfloat16, and "
@@ -58,9 +72,10 @@ class RowNorms:
             )
         return Check(
             name="finite",
-            verdict="fail" if self._nonfinite.count else "warn" if self._near_max.count else "pass",
-            value=f"{self._nonfinite.count} rows not finite, {self._near_max.count} near the maximum",
-            threshold=f"0; 0 above {NEAR_MAX:g} of the largest {self._dtype}",
+            verdict="fail" if self._nonfinite.count or self._zero.count else "warn" if self._near_max.count else "pass",
+            value=f"{self._nonfinite.count} rows not finite, {self._near_max.count} near the maximum, "
+            f"{self._zero.count} of zeros",
+            threshold=f"0; 0 above {NEAR_MAX:g} of the largest {self._dtype}; 0",
             sentence=sentence,
             points=tuple(self._blamed),
         )

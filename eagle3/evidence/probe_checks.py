@@ -8,6 +8,7 @@ compared with all of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from eagle3.capture import CapturePoint
 from eagle3.dump.manifest import DumpError, Manifest
 from eagle3.dump.probe import Probe
 from eagle3.dump.reader import Sample
+from eagle3.evidence.nearest import MARGIN, UNDEFINED, Nearest, nearest, told_apart
 from eagle3.evidence.report import Check, Verdict
 
 NAME = "probe"
@@ -22,50 +24,23 @@ ANCHOR_ERROR = 0.02
 """Largest relative L2 error, median over rows, of `embed` and `norm` against the checkpoint. Measured on servers with
 SmolLM2 and tiny targets: `embed` 0 in float32 and bfloat16, `norm` 0 in float32 and 0.0022 to 0.0023 in bfloat16. One
 boundary off is 0.37 to 0.78 at the norm (a norm applied twice 0.73), 11 to 16 at the embedding."""
-MARGIN = 0.5
-"""A slot is what it claims where that is its nearest boundary, at half the distance of the next one or less. Measured
-with SmolLM2: slot against hooks of the same pass 0, a bfloat16 server against a float32 one 0.004 to 0.016 at every
-boundary; the next boundary is 0.22 away or more."""
 PROJECTED_ERROR = 1e-3
 """Projections are made from the rows in float32: this is far above rounding, far below any other tensor."""
-_UNDEFINED = 1e6  # stands for a distance to rows of zeros, NaN or infinity
-
-
-@dataclass(frozen=True)
-class Nearest:
-    """Which boundary of the probe some rows are. Errors: median over rows of |row - boundary| / |row|."""
-
-    claimed: CapturePoint
-    point: CapturePoint
-    error: float
-    runner_up: CapturePoint
-    runner_up_error: float
-    claimed_error: float
-
-    @property
-    def fits(self) -> bool:
-        return self.point == self.claimed and self.error <= MARGIN * self.runner_up_error
-
-
-def nearest(projected: torch.Tensor, claimed: CapturePoint, boundaries: torch.Tensor, probe: Probe) -> Nearest:
-    """Rows [n, D], in the probe's projection, against every boundary [N+2, n, D] of the same tokens."""
-    distances = (boundaries - projected).norm(dim=-1) / projected.norm(dim=-1)  # [N+2, n]
-    errors = distances.nan_to_num(_UNDEFINED, _UNDEFINED).median(dim=1).values
-    points = probe.info.points
-    first, second = errors.argsort()[:2].tolist()
-    return Nearest(
-        claimed=claimed,
-        point=points[first],
-        error=float(errors[first]),
-        runner_up=points[second],
-        runner_up_error=float(errors[second]),
-        claimed_error=float(errors[points.index(claimed)]),
-    )
+Remedy = Literal["layers", "target", "capture", "files"]
+_REMEDIES: Mapping[Remedy, str] = {
+    "layers": "Where ids are wrong, `eagle3 layers` says what they mean in the server's version; then extract again.",
+    "target": "Give the folder of the target that was served, or extract again.",
+    "capture": "Look at what handles the rows on their way from the server into the dump, and extract again.",
+    "files": "Fetch the dump and its probe again, or extract again.",
+}
 
 
 def delivered(probe: Probe) -> tuple[Nearest, ...]:
     """What the dump's path delivered in the probe's own passes, slot by slot, and the final state."""
-    return tuple(nearest(probe.project(rows), p, probe.projections, probe) for p, rows in probe.captured.items())
+    lengths = [sequence.tokens for sequence, _ in probe.spans()]
+    return tuple(
+        nearest(probe.project(rows), p, probe.projections, probe, lengths) for p, rows in probe.captured.items()
+    )
 
 
 @dataclass(frozen=True)
@@ -92,20 +67,29 @@ def compare_probes(probe: Probe, other: Probe) -> ComparedProbes:
         raise DumpError("the probes have no sequence in common: their tokenizers differ, so the targets do")
     mine = torch.cat([probe.projections[:, a] for a, _ in pairs], dim=1)
     boundaries = torch.cat([other.projections[:, b] for _, b in pairs], dim=1)
-    found = tuple(nearest(mine[place], point, boundaries, other) for place, point in enumerate(probe.info.points))
+    lengths = [span.stop - span.start for span, _ in pairs]
+    points = probe.info.points
+    found = tuple(nearest(mine[place], point, boundaries, other, lengths) for place, point in enumerate(points))
     return ComparedProbes(rows=mine.shape[1], boundaries=found)
 
 
 @dataclass
 class _Faults:
-    """Sentences of what is wrong, and the points that are blamed."""
+    """What is wrong, what cannot be told, the points that are concerned, and what to do."""
 
     sentences: list[str] = field(default_factory=list)
-    points: dict[CapturePoint, None] = field(default_factory=dict)  # a set that keeps its order
+    doubts: list[str] = field(default_factory=list)
+    points: dict[CapturePoint, None] = field(default_factory=dict)  # sets that keep their order
+    remedies: dict[Remedy, None] = field(default_factory=dict)
 
-    def add(self, sentence: str, *points: CapturePoint) -> None:
+    def add(self, remedy: Remedy, sentence: str, *points: CapturePoint) -> None:
         self.sentences.append(sentence)
+        self.remedies[remedy] = None
         self.points |= dict.fromkeys(points)
+
+    def doubt(self, sentence: str, point: CapturePoint) -> None:
+        self.doubts.append(sentence)
+        self.points[point] = None
 
 
 def check_probe(
@@ -115,14 +99,18 @@ def check_probe(
 
     embedding [V, H] and final_norm [H] are the checkpoint's own; without the embedding the check warns.
     """
+    faults, value = _examine(probe, embedding, final_norm, rms_norm_eps)
+    right = "Every slot is the boundary that it is called, counted from both ends."
+    return _check(faults, value, right, embed=embedding is not None)
+
+
+def _examine(probe: Probe, embedding: torch.Tensor | None, final_norm: torch.Tensor, eps: float) -> tuple[_Faults, str]:
+    """What the probe alone tells; and what was measured, in words."""
     faults = _Faults()
-    value = _anchors(probe, faults, embedding, final_norm, rms_norm_eps)
+    value = _anchors(probe, faults, embedding, final_norm, eps)
     slots = delivered(probe)
     _judge_slots(slots, faults, "Asked for", "the server delivered")
-    value += "; " + _errors_of(slots)
-    if faults.sentences or embedding is not None:
-        return _check(faults, value, "Every slot is the boundary that it is called, counted from both ends.")
-    return _result("warn", value, "Each slot is the boundary that it is called, but `embed` was not compared.", ())
+    return faults, f"{value}; {_errors_of(slots)}"
 
 
 class ProbeRows:
@@ -140,9 +128,8 @@ class ProbeRows:
     ) -> None:
         """`probe` None: the dump has none, or, with a reason in `unreadable`, it is broken."""
         self._points, self._probe, self._unreadable = manifest.spec.points, probe, unreadable
-        self._anchored = (
-            check_probe(probe, embedding=embedding, final_norm=final_norm, rms_norm_eps=rms_norm_eps) if probe else None
-        )
+        self._embed = embedding is not None
+        self._faults, self._value = _examine(probe, embedding, final_norm, rms_norm_eps) if probe else (_Faults(), "")
         self._spans = {s.id: span for s, span in probe.spans() if s.kind == "sample"} if probe else {}
         self._wanted = tuple(self._spans)
         self._rows: list[tuple[slice, Mapping[CapturePoint, torch.Tensor]]] = []
@@ -160,7 +147,7 @@ class ProbeRows:
         self._rows.append((span, rows))
 
     def conclude(self) -> list[Check]:
-        if self._probe is None or self._anchored is None:
+        if self._probe is None:
             if self._unreadable:
                 return [_result("fail", "not measured", f"The probe cannot be used: {self._unreadable}", ())]
             sentence = (
@@ -168,30 +155,29 @@ class ProbeRows:
                 "cannot be attributed later without the target. Extract with a server that has the tap 1.1.0 or later."
             )
             return [_result("warn", "not measured", sentence, ())]
-        faults, value = _Faults(), self._anchored.value
-        if self._anchored.verdict == "fail":
-            faults.add(self._anchored.sentence, *self._anchored.points)
+        faults, value = self._faults, self._value
         self._judge_samples(faults)
         if self._rows:
             boundaries = torch.cat([self._probe.projections[:, span] for span, _ in self._rows], dim=1)
+            lengths = [span.stop - span.start for span, _ in self._rows]
             slots = [
-                nearest(torch.cat([rows[p] for _, rows in self._rows]), p, boundaries, self._probe)
+                nearest(torch.cat([rows[p] for _, rows in self._rows]), p, boundaries, self._probe, lengths)
                 for p in self._points
             ]
             _judge_slots(slots, faults, "The dump calls a slot", "but on the probe's samples its rows are")
             value += f"; {len(self._rows)} samples of the dump: {_errors_of(slots)}"
-        if faults.sentences or self._anchored.verdict == "pass":
-            return [_check(faults, value, "Each slot is the boundary that it is called, in the probe and in the dump.")]
-        return [self._anchored]
+        right = "Each slot is the boundary that it is called, in the probe and in the dump."
+        return [_check(faults, value, right, embed=self._embed)]
 
     def _judge_samples(self, faults: _Faults) -> None:
         if self._foreign:
             faults.add(
+                "files",
                 f"Other tokens stand under sample {', '.join(self._foreign)} than when it was probed: samples were "
-                "exchanged or renamed after the capture"
+                "exchanged or renamed after the capture",
             )
         if self._spans:
-            faults.add(f"The probe was made with samples that the dump lacks: {', '.join(self._spans)}")
+            faults.add("files", f"The probe was made with samples that the dump lacks: {', '.join(self._spans)}")
 
 
 def _anchors(
@@ -204,6 +190,7 @@ def _anchors(
         embed_error = _error(probe.rows[first], _embedded(probe, embedding))
         if embed_error > ANCHOR_ERROR:
             faults.add(
+                "target",
                 f"What goes into the first decoder layer is not the embedding of the tokens (relative error "
                 f"{embed_error:.2g}): the server has other weights than this target, or its layers are not counted "
                 "from the embedding on",
@@ -212,6 +199,7 @@ def _anchors(
     norm_error = _error(probe.rows[norm], _normed(probe.rows[last], final_norm, eps))
     if norm_error > ANCHOR_ERROR:
         faults.add(
+            "target",
             f"The final state is not the final norm of the last layer's output (relative error {norm_error:.2g}): the "
             "server has another final norm than this target, or more layers follow the one that was taken for the last",
             norm,
@@ -221,7 +209,7 @@ def _anchors(
     if not torch.allclose(
         kept, probe.projections[places], rtol=PROJECTED_ERROR, atol=PROJECTED_ERROR * float(kept.abs().max())
     ):
-        faults.add("The probe's projections are not those of its rows: the file was put together from two")
+        faults.add("files", "The probe's projections are not those of its rows: the file was put together from two")
     shown = "not compared" if embed_error is None else f"{embed_error:.1e}"
     return f"embed {shown}, norm {norm_error:.1e}"
 
@@ -244,46 +232,68 @@ def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 def _error(rows: torch.Tensor, expected: torch.Tensor) -> float:
     """Median over rows of |row - expected| / |expected|."""
     distance = (rows.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
-    return float(distance.nan_to_num(_UNDEFINED, _UNDEFINED).median())
+    return float(distance.nan_to_num(UNDEFINED, UNDEFINED).median())
 
 
 def _judge_slots(slots: Sequence[Nearest], faults: _Faults, asked: str, came: str) -> None:
     for slot in slots:
         if slot.fits:
             continue
-        if slot.point == slot.claimed:
+        begin = f"{asked} {slot.claimed}, {came}"
+        if slot.scattered:
             faults.add(
-                f"{asked} {slot.claimed}, {came} nearest to {slot.point} ({slot.error:.2g}), but {slot.runner_up} is "
-                f"hardly farther ({slot.runner_up_error:.2g})",
+                "capture",
+                f"{begin} {slot.point} in only {slot.fitting:.0%} of the rows; the others were overwritten, left empty "
+                "or mixed with other rows",
                 slot.claimed,
             )
-            continue
-        if slot.error > MARGIN * slot.runner_up_error:
-            far = (
-                "rows of zeros, NaN or infinity" if slot.error >= _UNDEFINED else f"{slot.error:.2g} away at the least"
+        elif slot.untold:
+            other, error = next(
+                (point, error)
+                for point, error in ((slot.point, slot.error), (slot.runner_up, slot.runner_up_error))
+                if point != slot.claimed
             )
-            faults.add(
-                f"{asked} {slot.claimed}, {came} none of the target's boundaries ({far}): damaged rows, or those of "
-                "other tokens or other weights",
+            faults.doubt(
+                f"{begin} {slot.claimed} or {other}, which are nearly equal in this target (relative errors "
+                f"{slot.claimed_error:.2g} and {error:.2g}): no probe tells them apart",
                 slot.claimed,
             )
-            continue
-        faults.add(
-            f"{asked} {slot.claimed}, {came} {slot.point} (relative error {slot.error:.2g}, to {slot.claimed} "
-            f"{slot.claimed_error:.2g})",
-            slot.claimed,
-        )
+        elif slot.altered:
+            what = "a capture that cuts rows elsewhere" if slot.altered.shift else "a scale that was not undone"
+            faults.add("capture", f"{begin} {slot.altered}: {what}", slot.claimed)
+        elif slot.point == slot.claimed or not slot.is_one:
+            far = "rows of zeros, NaN or infinity" if slot.error >= UNDEFINED else f"{slot.error:.2g} away at the least"
+            faults.add(
+                "capture",
+                f"{begin} none of the target's boundaries ({far}): damaged rows, or those of other tokens or other "
+                "weights",
+                slot.claimed,
+            )
+        else:
+            told = told_apart(slot.error, slot.runner_up_error)
+            what = str(slot.point) if told else f"{slot.point} or {slot.runner_up}"
+            faults.add(
+                "layers",
+                f"{begin} {what} (relative error {slot.error:.2g}, to {slot.claimed} {slot.claimed_error:.2g})",
+                slot.claimed,
+            )
 
 
 def _errors_of(slots: Sequence[Nearest]) -> str:
     return ", ".join(f"{slot.claimed} {slot.claimed_error:.1e}" for slot in slots)
 
 
-def _check(faults: _Faults, value: str, right: str) -> Check:
-    if not faults.sentences:
-        return _result("pass", value, right, ())
-    remedy = "Where ids are wrong, `eagle3 layers` says what they mean in the server's version; then extract again."
-    return _result("fail", value, f"{'; '.join(faults.sentences)}. {remedy}", tuple(faults.points))
+def _check(faults: _Faults, value: str, right: str, *, embed: bool) -> Check:
+    """`embed`: the embedding was compared too."""
+    points = tuple(faults.points)
+    if faults.sentences:
+        remedies = " ".join(_REMEDIES[remedy] for remedy in faults.remedies)
+        return _result("fail", value, f"{'; '.join((*faults.sentences, *faults.doubts))}. {remedies}", points)
+    if faults.doubts:
+        return _result("warn", value, f"{'; '.join(faults.doubts)}.", points)
+    if not embed:
+        right = "Each slot is the boundary that it is called, but `embed` was not compared."
+    return _result("pass" if embed else "warn", value, right, points)
 
 
 def _result(verdict: Verdict, value: str, sentence: str, points: tuple[CapturePoint, ...]) -> Check:

@@ -45,8 +45,14 @@ class Reference(Protocol):
 class CalibratedReference(Reference, Protocol):
     """A reference that can also say how far its states move under coarser arithmetic."""
 
-    def coarse_states(self, input_ids: torch.Tensor, dtype: str) -> Mapping[CapturePoint, torch.Tensor]:
-        """Every capture point with weights in int8 and, for a 16-bit `dtype`, in 16-bit arithmetic; each [T, D]."""
+    dtype: torch.dtype
+    """The arithmetic of the reference itself."""
+
+    def coarse_states(
+        self, input_ids: torch.Tensor, dtype: str, *, int8: bool = True
+    ) -> Mapping[CapturePoint, torch.Tensor]:
+        """Every capture point, for a 16-bit `dtype` in 16-bit arithmetic, and with `int8` with weights in int8; each
+        [T, D]."""
 
 
 class TargetReference:
@@ -61,13 +67,13 @@ class TargetReference:
 
     def __init__(self, target: Target, model: Any = None, dtype: torch.dtype = torch.float32) -> None:
         self.target, self.num_layers = target, target.num_layers
-        self._model, self._dtype = model, dtype
+        self._model, self.dtype = model, dtype
 
     @property
     def model(self) -> Any:
         """The transformers model; TargetError where it cannot be loaded."""
         if self._model is None:
-            self._model = self.target.load_model(self._dtype)
+            self._model = self.target.load_model(self.dtype)
         return self._model
 
     def check(self, identity: TargetIdentity) -> None:
@@ -84,8 +90,10 @@ class TargetReference:
         states = self.target.hidden_states(self.model, input_ids)
         return {point: state.float().cpu() for point, state in states.items()}
 
-    def coarse_states(self, input_ids: torch.Tensor, dtype: str) -> Mapping[CapturePoint, torch.Tensor]:
-        with coarser_arithmetic(self.model, self.num_layers, dtype):
+    def coarse_states(
+        self, input_ids: torch.Tensor, dtype: str, *, int8: bool = True
+    ) -> Mapping[CapturePoint, torch.Tensor]:
+        with coarser_arithmetic(self.model, self.num_layers, dtype, int8=int8):
             states = self.target.hidden_states(self.model, input_ids)
         return {point: state.float().cpu() for point, state in states.items()}
 

@@ -20,15 +20,17 @@ MASSIVE = 16.0
 much of its norm, and they are the same ones for every text: a fingerprint that a scale cannot change."""
 
 FIRST_VALUES = 5
+SUSPECTS_AT_ONCE = 1024
 BINS_PER_OCTAVE, LOWEST_OCTAVE, OCTAVES = 32, -40, 104
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """Rows of one sample that hold NaN or infinity, and rows with a value near the dtype's largest number."""
+    """Rows of one sample that hold NaN or infinity, with a value near the dtype's largest number, and of zeros."""
 
     nonfinite: tuple[int, ...]
     near_max: tuple[int, ...]
+    zero: tuple[int, ...]
 
 
 class RowMeasure:
@@ -44,9 +46,13 @@ class RowMeasure:
         """State [rows, H] of one sample."""
         norms = torch.linalg.vector_norm(state, dim=-1, dtype=torch.float32)  # [rows]
         # Only a row whose norm is large or not finite can hold a value that is: the others are not looked at again.
-        suspects = (~(norms < self._limit)).nonzero().flatten().tolist()
-        bad = [row for row in suspects if not bool(state[row].isfinite().all())]
-        near = [row for row in suspects if row not in bad and bool((state[row].abs() >= self._limit).any())]
+        suspects = (~(norms < self._limit)).nonzero().flatten()
+        bad, near = [], []
+        for rows in suspects.split(SUSPECTS_AT_ONCE):
+            values = state[rows]
+            broken = ~values.isfinite().all(-1)
+            bad += rows[broken].tolist()
+            near += rows[~broken & (values.abs() >= self._limit).any(-1)].tolist()
         if not self._first and len(state):
             values = state[0, :FIRST_VALUES].tolist()
             self._first = tuple(value if isfinite(value) else None for value in values)
@@ -59,7 +65,7 @@ class RowMeasure:
         if bad:
             rows = rows[finite[rows]]
         self._dimensions.add(state if len(rows) == len(state) else state[rows], norms[rows])
-        return Suspects(tuple(bad), tuple(near))
+        return Suspects(tuple(bad), tuple(near), tuple((norms == 0).nonzero().flatten().tolist()))
 
     def measures(self) -> dict[str, Any]:
         """Values for the fields of RowStatistics."""

@@ -7,7 +7,9 @@ from eagle3.evidence import (
     attribution,
     attribution_check,
     calibration,
+    fitting,
     matching,
+    nearest,
     norms,
     probe_checks,
     row_measure,
@@ -25,13 +27,15 @@ _JUDGES = (
     text_alignment,
     calibration,
     matching,
+    fitting,
     attribution,
     attribution_check,
     norms,
+    nearest,
     probe_checks,
     slots,
 )
-_NO_VERDICT = frozenset({"BATCH_ROWS", "MAX_NAMED", "MAX_FINDINGS", "FIRST_VALUES", "OUTSIDE"})
+_NO_VERDICT = frozenset({"BATCH_ROWS", "MAX_NAMED", "MAX_FINDINGS", "FIRST_VALUES", "OUTSIDE", "SUSPECTS_AT_ONCE"})
 """Numbers of these modules that no verdict depends on: how much is computed at once, or said."""
 
 

@@ -14,7 +14,6 @@ from eagle3.dump.probe import ProbeReference, read_dump_probe
 from eagle3.dump.reader import DumpReader
 from eagle3.evidence.attribution_check import (
     ANSWER_ROWS,
-    LONGEST_REACH,
     MAX_SAMPLES,
     TOKEN_BUDGET,
     check_attribution,
@@ -35,7 +34,11 @@ def test_a_right_dump_passes_and_the_check_says_what_was_looked_at(tiny_llama: P
     check, attribution = check_attribution(DumpReader.open(tmp_path), reference_of(tiny_llama))
     assert attribution is not None
     assert check.verdict == "pass"
-    assert check.value.startswith(f"{attribution.rows} rows of 8 of 8 samples, 6")
+    prompts = attribution.rows - attribution.answer_rows
+    assert check.value.startswith(
+        f"{attribution.rows} rows of 8 of 8 samples, {prompts} of prompts and {attribution.answer_rows} of answers; "
+    )
+    assert attribution.answer_rows > 150
     assert "layers.3 0.0" in check.value
     assert "8 samples were looked at" in check.sentence
 
@@ -76,7 +79,7 @@ def test_the_same_fault_is_found_by_the_probe_alone(tiny_llama: Path, tmp_path: 
         assert attribution.reference == "probe"
         verdicts[name] = check.verdict
         assert attribution.samples == 3
-    assert verdicts == {"right": "pass", "wrong": "fail"}
+    assert verdicts == {"right": "warn", "wrong": "fail"}, "a probe holds no answers"
     assert "layers.3 holds layers.4" in check.sentence
 
 
@@ -137,16 +140,34 @@ def test_samples_are_spread_over_the_dump_and_bounded() -> None:
 
 def test_what_short_samples_leave_longer_ones_get() -> None:
     mixed = records((5, 6), (5, 6), (40, 2000))
-    assert choose_samples(mixed, None) == [(0, 10), (1, 10), (2, TOKEN_BUDGET - 20)]
+    assert choose_samples(mixed, None) == [(0, 10), (1, 10), (2, 2039)]
+    deep = records(*[(100, 200)] * 5, (1500, 2000))
+    tokens = dict(choose_samples(deep, None))
+    assert tokens[5] > 1900, "half of what is left goes to one that reaches far behind"
+    assert sum(tokens.values()) <= TOKEN_BUDGET
 
 
-def test_an_answer_behind_a_long_prompt_is_reached() -> None:
-    long = records(*[(1500, 100), (1200, 100)] * 40)
+@pytest.mark.parametrize("prompts", [(30, 80), (150, 280), (400, 900), (1500, 1200), (3000, 3001)])
+def test_every_sample_that_is_looked_at_is_looked_at_in_its_answer(prompts: tuple[int, int]) -> None:
+    long = records(*[(tokens, 24 + 8 * (place % 3)) for place, tokens in enumerate(prompts * 40)])
     chosen = choose_samples(long, None)
-    assert answers(chosen, long) == ANSWER_ROWS
-    assert max(tokens for _, tokens in chosen) == 1200 + ANSWER_ROWS
+    assert sum(tokens for _, tokens in chosen) <= TOKEN_BUDGET
+    assert len(chosen) == min(MAX_SAMPLES, max(1, TOKEN_BUDGET // (min(prompts) + 23)))
+    for index, tokens in chosen:
+        assert tokens >= min(long[index].rows, long[index].prompt_tokens + ANSWER_ROWS)
+
+
+def test_where_no_answer_is_in_reach_the_prompts_are_looked_at_and_it_says_so(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beyond = records((9000, 50), (8000, 50))
-    assert max(tokens for _, tokens in choose_samples(beyond, None)) == LONGEST_REACH
+    assert [index for index, _ in choose_samples(beyond, None)] == [0, 1]
+    assert sum(tokens for _, tokens in choose_samples(beyond, None)) == TOKEN_BUDGET
+    make_dump(tiny_llama, tmp_path)
+    monkeypatch.setattr("eagle3.evidence.attribution_check.choose_samples", lambda *_: [(6, 20), (7, 20)])
+    check, _ = check_attribution(DumpReader.open(tmp_path), reference_of(tiny_llama))
+    assert check.verdict == "warn"
+    assert "Only 0 of 184 rows of answers were compared" in check.sentence
 
 
 def test_samples_that_a_probe_knows_are_the_ones_looked_at() -> None:

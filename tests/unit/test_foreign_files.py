@@ -2,6 +2,7 @@
 
 import gzip
 import pickle
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,34 @@ def test_one_value_that_stands_for_a_terabyte_is_refused(tmp_path: Path) -> None
     torch.save(torch.zeros(1).expand(2**20, 2**18), tmp_path / "state.pt")
     with pytest.raises(DumpError, match="larger than the file"):
         load_saved(tmp_path / "state.pt")
+
+
+def test_lists_inside_lists_a_billion_times_over_are_walked_once(tmp_path: Path) -> None:
+    value: Any = [0] * 1000
+    for _ in range(3):
+        value = [value] * 1000
+    torch.save({"input_ids": value}, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").stat().st_size < 16 * 1024
+    begun = time.monotonic()
+    load_saved(tmp_path / "x.pt")
+    assert time.monotonic() - begun < 10, "it is 10^12 numbers"
+
+
+def test_tensors_are_looked_at_wherever_they_lie(tmp_path: Path) -> None:
+    shared = [torch.zeros(1).expand(1000, 1000)]
+    for number, value in enumerate((shared, {"a": [{"b": shared}]}, [[1], (2, shared), shared])):
+        torch.save(value, tmp_path / f"{number}.pt")
+        with pytest.raises(DumpError, match="larger than the file"):
+            load_saved(tmp_path / f"{number}.pt")
+
+
+def test_a_file_of_endless_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.dump.foreign.loading.MAX_OBJECTS", 100)
+    torch.save([[0] * 60, [0] * 30], tmp_path / "x.pt")
+    load_saved(tmp_path / "x.pt")
+    torch.save([[0] * 60, [0] * 60], tmp_path / "x.pt")
+    with pytest.raises(DumpError, match="holds more than 100 things"):
+        load_saved(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(8).to_sparse(), torch.zeros(8, device="meta")], ids=["sparse", "meta"])

@@ -12,12 +12,12 @@ from eagle3.capture import CapturePoint, all_points
 from eagle3.dump.manifest import DumpError
 from eagle3.dump.probe import PROBE_NAME, Probe
 from eagle3.dump.reader import DumpReader
-from eagle3.dump.writer import CapturedSample
-from eagle3.evidence.probe_checks import ANCHOR_ERROR, MARGIN, check_probe, compare_probes, delivered
+from eagle3.evidence.nearest import MARGIN
+from eagle3.evidence.probe_checks import ANCHOR_ERROR, check_probe, compare_probes, delivered
 from eagle3.evidence.report import Check
 from eagle3.evidence.validate import validate_dump
 from tests.dumps import SPEC, Capture, capture, flip_bit, probe_of, with_states, write_dump
-from tests.targets import LAYERS, make_deepseek, make_llama
+from tests.targets import LAYERS, make_deepseek, make_idle, make_llama
 
 pytestmark = pytest.mark.unit
 
@@ -201,10 +201,84 @@ def test_probes_without_anything_in_common_cannot_be_compared(captured: Capture)
         compare_probes(probe, replace(probe, input_ids=probe.input_ids + 1))
 
 
-def test_rows_that_are_late_by_one_are_none_of_the_boundaries(captured: Capture, tmp_path: Path) -> None:
-    def late(sample: CapturedSample) -> CapturedSample:
-        return with_states(sample, {point: sample.states[point].roll(1, dims=0) for point in SPEC.points})
+def planted(captured: Capture, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Check:
+    """Every slot of a dump changed."""
+    return probed(
+        captured, folder, alter=lambda s: with_states(s, {point: change(s.states[point]) for point in SPEC.points})
+    )
 
-    check = probed(captured, tmp_path / "late", alter=late)
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda state: state.roll(1, dims=0), "layers.3, 1 row late"),
+        (lambda state: state.roll(-2, dims=0), "layers.3, 2 rows early"),
+        (lambda state: state * 2, "2 x layers.3"),
+        (lambda state: state * 1.1, "1.1 x layers.3"),
+        (lambda state: state * -0.5, "-0.5 x layers.3"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shifts_and_scales_are_named(
+    tiny_llama: Path, tmp_path: Path, dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor], named: str
+) -> None:
+    check = planted(capture(tiny_llama, dtype=dtype), tmp_path, change)
+    assert (check.verdict, check.points) == ("fail", SPEC.points)
+    assert f"on the probe's samples its rows are {named}:" in check.sentence
+    assert "none of the target's boundaries" not in check.sentence
+    assert "what handles the rows on their way" in check.sentence
+    assert "eagle3 layers" not in check.sentence, "no id is wrong"
+
+
+def test_rows_of_other_tokens_are_none_of_the_boundaries(captured: Capture, tmp_path: Path) -> None:
+    check = planted(captured, tmp_path, lambda state: state.roll(5, dims=0))
     assert check.verdict == "fail"
     assert "its rows are none of the target's boundaries" in check.sentence
+
+
+def test_each_remedy_is_said_once(captured: Capture, tmp_path: Path) -> None:
+    """A server with wrong ids: the probe and the dump tell the same, and one cure helps."""
+    wrong = with_slot(captured, "layers.3", "layers.4")
+    check = probed(
+        captured,
+        tmp_path,
+        alter=lambda s: with_states(s, {"layers.3": s.states[CapturePoint("layers.4")]}),
+        probe=wrong,
+    )
+    assert "the server delivered layers.4" in check.sentence
+    assert "its rows are layers.4" in check.sentence
+    assert check.sentence.count("eagle3 layers") == check.sentence.count("extract again") == 1
+    assert ".;" not in check.sentence
+
+
+def with_slot(captured: Capture, slot: str, really: str) -> Probe:
+    """A probe whose server delivers another layer under a slot's name."""
+    rows = probe_rows(captured, CapturePoint(really))
+    probe = probe_of(captured)
+    return replace(probe, captured=dict(probe.captured) | {CapturePoint(slot): rows})
+
+
+# Layers that hardly change the stream.
+
+
+@pytest.mark.parametrize("work", [0.0, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_does_next_to_nothing_is_a_doubt_and_no_fault(
+    tmp_path: Path, work: float, dtype: torch.dtype
+) -> None:
+    target = make_idle(tmp_path / "target", 3, work)
+    captured = capture(target, dtype=dtype)
+    check = probed(captured, tmp_path / "right")
+    assert check.verdict == "warn"
+    assert check.points == ("layers.3",)
+    assert "layers.3 or layers.2, which are nearly equal in this target" in check.sentence
+    other = probed(
+        captured, tmp_path / "wrong", alter=lambda s: with_states(s, {"layers.3": s.states[CapturePoint("layers.1")]})
+    )
+    assert other.verdict == "fail"
+    assert "its rows are layers.1" in other.sentence
+    equals = probed(
+        captured, tmp_path / "equals", alter=lambda s: with_states(s, {"layers.1": s.states[CapturePoint("layers.2")]})
+    )
+    assert equals.verdict == "fail"
+    assert "or layers." in equals.sentence

@@ -26,8 +26,11 @@ MAX_PICKLE_BYTES = 64 * 2**20
 MAX_GZIP_RATIO = 16
 """Hidden states hardly compress (bfloat16 noise: 1.2 to 1); zeros compress 1000 to 1, and such a file is a bomb."""
 GZIP_ALLOWANCE = 2**20
+MAX_OBJECTS = 2**22
+"""Parts of one saved value that are looked at; a long context as lists of numbers has some 100 000."""
 _CHUNK = 2**20
 _MAX_DEPTH = 4
+_NESTED = (torch.Tensor, dict, list, tuple)
 
 
 class ForeignPickle(DumpError):
@@ -99,7 +102,7 @@ def _load(path: Path, size: int, where: str) -> Any:
     except (RuntimeError, OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, IndexError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DumpError(f"{where} cannot be read: {reason:.200}. It is damaged: copy it again") from None
-    for tensor in _tensors(value):
+    for tensor in _tensors(value, where):
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise DumpError(f"{where} holds a {tensor.layout} tensor on {tensor.device}; plain tensors were expected")
         if tensor.numel() * tensor.element_size() > size:
@@ -168,12 +171,29 @@ def _code_named_by(file: IO[bytes]) -> list[str]:
     return [name for name in names if not name.startswith("torch.") and name != "collections.OrderedDict"]
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < _MAX_DEPTH and isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part, depth + 1)
+def _tensors(value: Any, where: str) -> Iterator[torch.Tensor]:
+    """Every tensor of a saved value, once each.
+
+    Only distinct containers are walked: a pickle of a few kilobytes can hold one list a thousand times in a list that
+    a third one holds a thousand times, and so on.
+    """
+    seen: set[int] = set()
+    level: list[Any] = [value] if isinstance(value, _NESTED) else []
+    looked_at = 0
+    for _ in range(_MAX_DEPTH + 1):  # the containers and tensors of one depth, then of the next
+        parts: list[Any] = []
+        for one in level:
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, torch.Tensor):
+                yield one
+                continue
+            looked_at += len(one)
+            if looked_at > MAX_OBJECTS:
+                raise DumpError(f"{where} holds more than {MAX_OBJECTS} things, which no hidden states do: not read")
+            parts += one.values() if isinstance(one, dict) else one
+        level = [part for part in parts if isinstance(part, _NESTED)]
 
 
 def _first(names: list[str], count: int = 5) -> str:
