@@ -62,7 +62,8 @@ class Scene:
             rows = slice(sample.prompt_tokens, len(sample.input_ids))
             return float((sample.input_ids[rows] != last.input_ids[rows]).float().mean())
 
-        return max((s for s in others if s.output_tokens > MIN_ANSWER), key=unlike).id
+        fitting = (s for s in others if s.output_tokens > MIN_ANSWER and len(s.input_ids) <= len(last.input_ids))
+        return max(fitting, key=unlike).id
 
     def write(
         self, change: Callable[[CapturedSample], Mapping[str, torch.Tensor]] | None = None, **options: Any
@@ -166,7 +167,7 @@ def rows_padded(share: float) -> Callable[[Scene], None]:
 
     def plant(scene: Scene) -> None:
         def pad(sample: CapturedSample) -> Mapping[str, torch.Tensor]:
-            states = {p: sample.states[p].clone() for p in scene.spec.points}
+            states: dict[str, torch.Tensor] = {p: sample.states[p].clone() for p in scene.spec.points}
             for state in states.values():
                 state[: round(len(state) * share)] = 0
             return states
@@ -180,7 +181,7 @@ def answers_empty(scene: Scene) -> None:
     """The decode path did not capture: the slots of every answer's rows are zeros, the rest is right."""
 
     def empty(sample: CapturedSample) -> Mapping[str, torch.Tensor]:
-        states = {p: sample.states[p].clone() for p in scene.spec.aux}
+        states: dict[str, torch.Tensor] = {p: sample.states[p].clone() for p in scene.spec.aux}
         for state in states.values():
             state[sample.prompt_tokens :] = 0
         return states

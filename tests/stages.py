@@ -25,8 +25,8 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "deepseek-moe": lambda folder, **options: targets.make_deepseek(folder, moe=True, **options),
     "llama, long prompts": targets.make_llama,
 }
-LONG = {"llama, long prompts": (30, 150, 400)}
-"""Tokens of the prompts, in turns, where they are not as short as the tests' others."""
+LONG = {"llama, long prompts": (30, 30, 30, 150, 150, 150, 400, 400)}
+"""Tokens of the prompts where they are not as short as the tests' others."""
 SMOLLM2 = "smollm2"
 STAGES = (*MAKERS, SMOLLM2)
 SMOLLM2_SPEC = CaptureSpec(aux=tuple(CapturePoint(f"layers.{i}") for i in (2, 15, 27)))
