@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from eagle3.capture import CaptureSpec
 from eagle3.digests import canonical_json, sha256_bytes
 from eagle3.dump.manifest import TargetIdentity, TokenizerIdentity
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 
 CONTRACT_NAME = "contract.json"
 CONTRACT_VERSION: Final = 2
@@ -74,11 +74,10 @@ class DrafterContract(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            field, what = first_fault(error)
             if field == "schema_version":
                 raise ContractError(
-                    f"{where}: a contract of schema version {first['input']!r}; this software reads versions 1 and "
-                    f"{CONTRACT_VERSION}. Update it, or export the drafter again"
+                    f"{where}: a contract of schema version {error.errors()[0]['input']!r}; this software reads "
+                    f"versions 1 and {CONTRACT_VERSION}. Update it, or export the drafter again"
                 ) from None
-            raise ContractError(f"{where}: not a valid contract: {field}: {first['msg']}") from None
+            raise ContractError(f"{where}: not a valid contract: {field}: {what}") from None

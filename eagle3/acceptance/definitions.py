@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 
 
 class AcceptanceError(Eagle3Error, ValueError):
@@ -115,7 +115,7 @@ def counts_from_sglang(meta_info: Mapping[str, Any]) -> RequestCounts:
             f"the server's answer counts verifications but lacks {error}: SGLang 0.5.23 has it"
         ) from None
     except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        reason = first_fault(error)[1]
         raise AcceptanceError(f"the server's speculative counts contradict each other: {reason}") from None
 
 

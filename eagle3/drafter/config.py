@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eagle3.contract import NormFlags
 from eagle3.conventions import EngineIds
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 
 if TYPE_CHECKING:
     from eagle3.target.config import TargetConfig
@@ -176,9 +176,7 @@ class DrafterConfig(BaseModel):
         except KeyError as error:
             raise DrafterConfigError(f"{where}: the key {error} is missing; it is not a checkpoint of ours") from None
         except ValidationError as error:
-            raise DrafterConfigError(
-                f"{where}: {ENGINE_IDS_KEY}: {error.errors(include_url=False)[0]['msg']}"
-            ) from None
+            raise DrafterConfigError(f"{where}: {ENGINE_IDS_KEY}: {first_fault(error)[1]}") from None
         if eagle["eagle_aux_hidden_state_layer_ids"] != list(engine_ids.ids):
             raise DrafterConfigError(
                 f"{where}: SGLang would capture {eagle['eagle_aux_hidden_state_layer_ids']}, but the checkpoint was "
@@ -191,6 +189,5 @@ class DrafterConfig(BaseModel):
         try:
             return cls.model_validate(shape)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = "".join(f"{part}: " for part in first["loc"])
-            raise DrafterConfigError(f"{where}: {field}{first['msg'].removeprefix('Value error, ')}") from None
+            field, what = first_fault(error, "")
+            raise DrafterConfigError(f"{where}: {field}: {what}" if field else f"{where}: {what}") from None

@@ -1,8 +1,9 @@
 """Files that appear whole or not at all, and the manifest among them. Imports no torch: `dump verify` needs none."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -40,6 +41,25 @@ def inside(folder: Path, name: str) -> Path:
     if path.resolve().parent != folder.resolve():
         raise DumpError(f"{path} leads out of the dump (to {path.resolve()}): a dump holds plain files only")
     return path
+
+
+def check_layout(path: Path, file: Any, expected: Mapping[str, tuple[str, list[int]]]) -> None:
+    """A DumpError where an open safetensors file has other tensors than expected: (dtype, shape) by name.
+
+    Only the header is looked at.
+    """
+    names = set(file.keys())
+    if names != set(expected):
+        missing, foreign = sorted(set(expected) - names), sorted(names - set(expected))
+        raise DumpError(
+            f"{path} holds other tensors than it should: missing {', '.join(missing)[:200] or 'none'}, foreign "
+            f"{', '.join(foreign)[:200] or 'none'}"
+        )
+    for name, wanted in expected.items():
+        view = file.get_slice(name)
+        found = (view.get_dtype(), list(view.get_shape()))
+        if found != wanted:
+            raise DumpError(f"{path}, {name}: expected {wanted[0]} {wanted[1]}, found {found[0]} {found[1]}")
 
 
 def check_size(path: Path, expected: int) -> None:

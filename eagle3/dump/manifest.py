@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from eagle3.capture import CaptureSpec
 from eagle3.conventions import EngineIds
 from eagle3.digests import canonical_json, sha256_bytes
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 
 SCHEMA_VERSION: Final = 2
 MANIFEST_NAME = "manifest.json"
@@ -169,12 +169,13 @@ class Manifest(_Model):
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "the file"
+    field, what = first_fault(error)
     if field == "schema_version":
-        return f"a manifest of schema version {first['input']!r}; this software reads version {SCHEMA_VERSION}"
+        return (
+            f"a manifest of schema version {error.errors()[0]['input']!r}; this software reads version {SCHEMA_VERSION}"
+        )
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"not a valid manifest: {field}: {first['msg']}{more}"
+    return f"not a valid manifest: {field}: {what}{more}"
 
 
 def spec_digest(

@@ -31,8 +31,9 @@ from safetensors.torch import save_file
 from eagle3.capture import CapturePoint, all_points, check_points
 from eagle3.digests import canonical_json, sha256_file
 from eagle3.dump.content import dtype_name
-from eagle3.dump.files import check_size, inside, publish
+from eagle3.dump.files import check_layout, check_size, inside, publish
 from eagle3.dump.manifest import DumpError, FileEntry, Manifest
+from eagle3.errors import first_fault
 
 PROBE_NAME = "probe.safetensors"
 MAX_TOKENS = 48
@@ -307,9 +308,8 @@ def _info(path: Path, metadata: Mapping[str, str]) -> ProbeInfo:
     try:
         return ProbeInfo.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "its metadata"
-        raise DumpError(f"{path}: not a probe that this software reads: {field}: {first['msg']}") from None
+        field, what = first_fault(error, "its metadata")
+        raise DumpError(f"{path}: not a probe that this software reads: {field}: {what}") from None
 
 
 def _check_tensors(path: Path, file: Any, info: ProbeInfo) -> None:
@@ -323,15 +323,4 @@ def _check_tensors(path: Path, file: Any, info: ProbeInfo) -> None:
         **{f"rows.{point}": state for point in info.full},
         **{f"captured.{point}": state for point in info.captured},
     }
-    names = set(file.keys())
-    if names != set(expected):
-        missing, foreign = sorted(set(expected) - names), sorted(names - set(expected))
-        raise DumpError(
-            f"{path}: other tensors than a probe holds: missing {', '.join(missing)[:200] or 'none'}, foreign "
-            f"{', '.join(foreign)[:200] or 'none'}"
-        )
-    for name, wanted in expected.items():
-        view = file.get_slice(name)
-        found = (view.get_dtype(), list(view.get_shape()))
-        if found != wanted:
-            raise DumpError(f"{path}, {name}: expected {wanted[0]} {wanted[1]}, found {found[0]} {found[1]}")
+    check_layout(path, file, expected)

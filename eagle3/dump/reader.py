@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3.capture import CapturePoint
 from eagle3.digests import sha256_file
-from eagle3.dump.files import check_size, inside, read_manifest
+from eagle3.dump.files import check_layout, check_size, inside, read_manifest
 from eagle3.dump.manifest import DumpError, Manifest, SampleRecord, ShardEntry
 from eagle3.dump.writer import CU_SEQLENS, INPUT_IDS, LOSS_MASK
+from eagle3.errors import first_fault
 
 MAX_LINE_BYTES = 8192
 MAX_OPEN_SHARDS = 16
@@ -117,9 +118,8 @@ def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:
             try:
                 records.append(SampleRecord.model_validate_json(line))
             except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                field = ".".join(str(part) for part in first["loc"]) or "the line"
-                raise DumpError(f"{path}, line {len(records) + 1}: {field}: {first['msg']}") from None
+                field, what = first_fault(error, "the line")
+                raise DumpError(f"{path}, line {len(records) + 1}: {field}: {what}") from None
     _check_records(path, manifest, records)
     return records
 
@@ -170,16 +170,5 @@ def _open_shard(folder: Path, manifest: Manifest, entry: ShardEntry) -> Any:
     }
     for point in manifest.spec.points:
         expected[str(point)] = (_SAFETENSORS_NAMES[manifest.dtype], [entry.tokens, manifest.target.hidden_size])
-    names = set(shard.keys())
-    if names != set(expected):
-        missing, foreign = sorted(set(expected) - names), sorted(names - set(expected))
-        raise DumpError(
-            f"{path} holds other tensors than the manifest says: missing {', '.join(missing) or 'none'}, foreign "
-            f"{', '.join(foreign)[:200] or 'none'}"
-        )
-    for name, wanted in expected.items():
-        view = shard.get_slice(name)
-        found = (view.get_dtype(), list(view.get_shape()))
-        if found != wanted:
-            raise DumpError(f"{path}, {name}: expected {wanted[0]} {wanted[1]}, found {found[0]} {found[1]}")
+    check_layout(path, shard, expected)
     return shard

@@ -13,6 +13,7 @@ from eagle3.digests import canonical_json, sha256_file, sha256_ids
 from eagle3.dump.content import DTYPES, content_digest, dtype_name, sample_digest
 from eagle3.dump.files import publish
 from eagle3.dump.manifest import MANIFEST_NAME, SAMPLES_NAME, DumpError, FileEntry, SampleRecord, ShardEntry
+from eagle3.errors import first_fault
 
 GIB = 2**30
 INPUT_IDS, LOSS_MASK, CU_SEQLENS = "input_ids", "loss_mask", "cu_seqlens"
@@ -167,8 +168,8 @@ class DumpWriter:
                 digest=sample_digest(sample.id, ids_sha256, sample.prompt_tokens, states, self._spec.points),
             )
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise DumpError(f"sample {sample.id[:80]!r}: {first['loc'][0]}: {first['msg']}") from None
+            field, what = first_fault(error)
+            raise DumpError(f"sample {sample.id[:80]!r}: {field}: {what}") from None
 
     def _check(self, sample: CapturedSample) -> None:
         name = f"sample {sample.id[:80]!r}"

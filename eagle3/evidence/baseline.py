@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from eagle3.capture import CapturePoint
 from eagle3.digests import canonical_json
 from eagle3.dump.manifest import Manifest
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 from eagle3.evidence.compare import Comparison, compare_statistics
 from eagle3.evidence.measured import EvidenceModel
 from eagle3.evidence.report import EvidenceReport
@@ -73,10 +73,9 @@ class Baseline(EvidenceModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            field, what = first_fault(error)
             raise BaselineError(
-                f"{where}: not a baseline: {field}: {first['msg']}. Remove it; the next one replaces it"
+                f"{where}: not a baseline: {field}: {what}. Remove it; the next one replaces it"
             ) from None
 
     def canonical(self) -> bytes:

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from eagle3.capture import CapturePoint
 from eagle3.digests import sha256_json
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 from eagle3.evidence.attributed import Attribution
 from eagle3.evidence.measured import EvidenceModel, Measured
 from eagle3.evidence.page import attribution_lines, plain, statistics_lines
@@ -77,11 +77,10 @@ class EvidenceReport(EvidenceModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            field, what = first_fault(error)
             raise ReportError(
                 f"{where}: not a report that this software (check set {CHECK_SET_VERSION}) reads: {field}: "
-                f"{first['msg']}. A newer version wrote it, or it was changed: validate the dump again"
+                f"{what}. A newer version wrote it, or it was changed: validate the dump again"
             ) from None
 
     @property

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from eagle3.dump.manifest import LiveCapture
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 
 _RID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # the tap publishes no other
 _ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -248,6 +248,5 @@ def _parse(model: type[_Model], data: Any, where: str) -> _Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise StagingError(f"{where}: not what the tap writes: {field}: {first['msg']}") from None
+        field, what = first_fault(error)
+        raise StagingError(f"{where}: not what the tap writes: {field}: {what}") from None

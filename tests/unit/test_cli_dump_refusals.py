@@ -79,7 +79,7 @@ def test_a_target_of_another_shape_is_refused(captured: Capture, tmp_path: Path,
 
 def test_ids_outside_the_targets_vocabulary_are_another_tokenizers(captured: Capture, tmp_path: Path) -> None:
     path = write_specforge(captured, tmp_path / "dump")
-    row = torch.load(path / "rows_0-5000" / "data_0.ckpt")
+    row = torch.load(path / "rows_0-5000" / "data_0.ckpt", weights_only=True)
     row["input_ids"][3] = 70_000
     torch.save(row, path / "rows_0-5000" / "data_0.ckpt")
     said = dump("attribute", path, "--target", captured.target)
@@ -142,7 +142,7 @@ def test_a_manifest_of_another_schema_version_cannot_be_checked(
 
 def test_code_in_a_foreign_pickle_is_named_and_not_executed(captured: Capture, tmp_path: Path) -> None:
     path = write_specforge(captured, tmp_path / "dump")
-    row = torch.load(path / "rows_0-5000" / "data_2.ckpt")
+    row = torch.load(path / "rows_0-5000" / "data_2.ckpt", weights_only=True)
     torch.save(row | {"note": Code(tmp_path / "it ran")}, path / "rows_0-5000" / "data_2.ckpt")
     for name, arguments in commands(path, captured).items():
         if name != "verify":

@@ -245,7 +245,7 @@ def test_files_that_cannot_be_one_sample_are_refused(
 
 def test_a_concatenation_that_is_no_multiple_of_the_width_is_refused(captured: Capture, tmp_path: Path) -> None:
     path = write_specforge(captured, tmp_path / "dump") / "rows_0-5000" / "data_0.ckpt"
-    row = torch.load(path)
+    row = torch.load(path, weights_only=True)
     torch.save(row | {"aux_hidden_state": row["aux_hidden_state"][..., :100].clone()}, path)
     with pytest.raises(DumpError, match=r"aux_hidden_state is 100 wide, which is no multiple of the final state's 64"):
         open_foreign(tmp_path / "dump")
