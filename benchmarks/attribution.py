@@ -50,12 +50,13 @@ def make(folder: Path, count: int, tokens: int) -> Path:
 
     from eagle3.capture import CapturePoint, CaptureSpec
     from eagle3.dump.writer import CapturedSample
+    from eagle3.evidence.head import FinalStateParts
     from eagle3.target import Target
     from infra.quiet import quiet_libraries
     from infra.settings import Settings
     from infra.smollm2 import ensure_smollm2
     from tests.dumps import Capture, write_dump
-    from tests.served import parts_of, token_ids
+    from tests.served import token_ids
     from tests.texts import chosen
 
     quiet_libraries()
@@ -77,7 +78,7 @@ def make(folder: Path, count: int, tokens: int) -> Path:
                 states={point: states[point] for point in spec.points},
             )
         )
-    capture = Capture(target.path, target.identity(), tuple(samples), parts_of(target), tokens)
+    capture = Capture(target.path, target.identity(), tuple(samples), FinalStateParts.of(target), tokens)
     write_dump(capture, folder, spec=spec, dtype=torch.bfloat16, probe=False)
     return target.path
 

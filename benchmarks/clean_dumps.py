@@ -6,8 +6,8 @@ Five targets (tiny Llama, Qwen3, DeepSeek-V3 dense and with experts, SmolLM2-135
 and in bfloat16 from weights that were rounded to int8 while the evidence rests on the original ones. A dump for each of
 five domains, at batch sizes from 1 to 16, one of sampled answers, and in the first two one of long prompts with short
 answers. A server starts once for its seven dumps, each with a probe. What is done is kept in the folder, so that a run
-goes on where it was stopped; the judgement is separate, and says which checks gave it. Prompts, seeds and weights are
-used nowhere else.
+goes on where it was stopped; the judgement is separate, and says which checks gave it. The seed is
+used nowhere else; texts are drawn from the pools of `tests.texts` and the project's word problems.
 
 Exit code 1 where a check failed on a clean dump.
 """
@@ -32,6 +32,7 @@ from eagle3.conventions import ids_of
 from eagle3.digests import sha256_file, sha256_json
 from eagle3.dump.probe import read_probe, write_probe
 from eagle3.dump.reader import DumpReader
+from eagle3.evidence.head import FinalStateParts
 from eagle3.evidence.references import TargetReference
 from eagle3.evidence.report import EvidenceReport
 from eagle3.evidence.validate import validate_dump
@@ -46,7 +47,7 @@ from infra.smollm2 import ensure_smollm2
 from tasks.probe import take_probe
 from tests import targets
 from tests.dumps import write_dump
-from tests.served import Asked, capture_served, captured, load_served, parts_of, round_weights_to_int8, token_ids
+from tests.served import Asked, capture_served, captured, load_served, round_weights_to_int8, token_ids
 from tests.texts import DOMAINS, chosen, random_ids
 
 Kind = Literal["greedy", "sampled", "long prompts"]
@@ -198,7 +199,7 @@ def judge(work: Path, case: Case, reference: TargetReference, say: Callable[[str
                     engine=served.engine,
                     generation=served.generation,
                 )
-                report = validate_dump(DumpReader.open(folder), parts_of(target), reference=reference)
+                report = validate_dump(DumpReader.open(folder), FinalStateParts.of(target), reference=reference)
             result = result_of(case, domain, kind, asked, report)
             path.write_text(json.dumps(result, indent=1))
             say(f"{asked.name}: {report.verdict}" + "".join(f"; {c.name}: {c.sentence}" for c in report.failed()))

@@ -151,7 +151,13 @@ def _layers(contract: DrafterContract, deployment: Deployment) -> Finding | None
         subject="layers",
         wrong=f"The server delivers {', '.join(found)} ({asked}); the drafter was trained on {names}.",
         cure=cure,
-        causes=_why_layers(ids, found, contract, deployment),
+        causes=explain(
+            contract.capture.aux,
+            found,
+            num_layers=deployment.target.num_layers,
+            model_class=deployment.target.model_class,
+            ids=ids,
+        ),
     )
 
 
@@ -170,15 +176,6 @@ def _cure(contract: DrafterContract, deployment: Deployment) -> str:
         f"Right for {deployment.engine} {deployment.version} on {deployment.target.model_class}: {IDS_KEY} "
         f"{list(right.ids)}."
     )
-
-
-def _why_layers(
-    ids: tuple[int, ...], found: tuple[CapturePoint, ...], contract: DrafterContract, deployment: Deployment
-) -> tuple[str, ...]:
-    """The slips that turn the contract's points into what is delivered, without those of other ids than were served."""
-    target = deployment.target
-    slips = explain(contract.capture.aux, found, num_layers=target.num_layers, model_class=target.model_class)
-    return tuple(slip for slip in slips if not slip.startswith("Ids [") or slip.startswith(f"Ids {list(ids)}"))
 
 
 def _width(contract: DrafterContract, deployment: Deployment) -> Finding | None:

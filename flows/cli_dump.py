@@ -12,15 +12,13 @@ from typing import Annotated
 import typer
 
 from eagle3.capture import CaptureError, CapturePoint
-from eagle3.errors import Eagle3Error
-from flows.console import AsJson, err, out, plain, print_json
+from flows.console import NOT_CHECKED, REFUTED, AsJson, checking, err, out, plain, print_json
 from infra.settings import Settings
 
 dump_app = typer.Typer(
     no_args_is_help=True,
     help="Look at dumps, our own and other people's.\n\nExit codes: 0 proven, 1 refuted, 3 could not be checked.",
 )
-REFUTED, NOT_CHECKED = 1, 3
 
 Dump = Annotated[str, typer.Argument(metavar="DUMP", help="s3:// or file:// prefix, a folder, or a file.")]
 Ids = Annotated[
@@ -50,16 +48,6 @@ Layout = Annotated[
 
 
 @contextmanager
-def _checking() -> Iterator[None]:
-    """Whatever stops a check is no verdict: the message, and exit code 3."""
-    try:
-        yield
-    except Eagle3Error as error:
-        err.print(plain(f"could not be checked: {error}"), markup=False, soft_wrap=True)
-        raise typer.Exit(NOT_CHECKED) from None
-
-
-@contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere; call it with what is done and what there is in all (0: not known)."""
     if not err.is_terminal:
@@ -82,8 +70,8 @@ def verify(dump: Dump, as_json: AsJson = False) -> None:
     from infra.stack import connect
     from tasks.artifacts import verify_dump
 
-    with _checking(), _progress("hashing") as on_progress:
-        report = verify_dump(dump, connect(Settings()), on_progress=on_progress)
+    with checking(), _progress("hashing") as on_progress:
+        report = verify_dump(dump, connect(Settings.load()), on_progress=on_progress)
     if as_json:
         print_json(report.model_dump(mode="json"))
     else:
@@ -113,8 +101,8 @@ def inspect(
     from tasks.dump_description import describe
     from tasks.dumps import open_dump
 
-    settings = connect(Settings())
-    with _checking(), _progress("reading") as on_progress:
+    with checking(), _progress("reading") as on_progress:
+        settings = connect(Settings.load())
         opened = open_dump(dump, settings, layout=layout, ids=ids)
         description = describe(opened, settings, statistics=statistics, on_progress=on_progress)
     if as_json:
@@ -158,8 +146,8 @@ def attribute(
     from tasks.dumps import open_dump
 
     claimed = _points(claim)
-    settings = connect(Settings())
-    with _checking(), _progress("comparing samples") as on_progress:
+    with checking(), _progress("comparing samples") as on_progress:
+        settings = connect(Settings.load())
         opened = open_dump(dump, settings, layout=layout, ids=ids)
         try:
             found = attribute_dump(
@@ -199,8 +187,8 @@ def compare(
     from tasks.dumps import compare as compare_dumps
     from tasks.dumps import open_dump
 
-    settings = connect(Settings())
-    with _checking(), _progress("reading") as on_progress:
+    with checking(), _progress("reading") as on_progress:
+        settings = connect(Settings.load())
         a, b = (open_dump(named, settings, ids=ids) for named in (first, second))
         comparison = compare_dumps(a, b, settings, on_progress)
     if as_json:

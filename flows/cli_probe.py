@@ -5,15 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3.errors import Eagle3Error
-from flows.console import AsJson, err, out, print_json
+from flows.console import REFUTED, AsJson, checking, out, print_json
 from infra.settings import Settings
 from tasks.params import TargetParams
 
 if TYPE_CHECKING:
     from tasks.probe import ProbeReport, SlotFinding
-
-REFUTED, NOT_CHECKED = 1, 3
 
 EPILOG = (
     "Examples:  [bold]eagle3 probe --server http://127.0.0.1:30000 --staging /data/tap --target models/kimi-k2.5[/bold]"
@@ -44,7 +41,7 @@ def probe(
     from infra.stack import connect
     from tasks.probe import probe_server
 
-    try:
+    with checking():
         report = probe_server(
             server,
             staging.expanduser().resolve(),
@@ -53,9 +50,6 @@ def probe(
             connect(Settings.load()),
             compare=compare,
         )
-    except Eagle3Error as error:
-        err.print(f"could not be checked: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(NOT_CHECKED) from None
     if as_json:
         print_json(report.model_dump(mode="json") | {"refuted": report.refuted})
     else:

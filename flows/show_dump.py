@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eagle3.evidence.attributed import Attribution, SlotAttribution
+from eagle3.evidence.attributed import Attribution, SlotAttribution, shift_in_words
 from eagle3.evidence.compare import Comparison
 from eagle3.evidence.statistics import RowStatistics
 from flows.console import plain
@@ -81,7 +81,7 @@ def slot_in_words(slot: SlotAttribution) -> str:
     """`layers.2`, and `layers.2, not embed` where something else is claimed."""
     if slot.verdict == "undecided":
         return f"undecided, nearest {slot.found}"
-    if slot.error > slot.bound:
+    if not slot.fits:
         return "none of the target's tensors"
     if slot.verdict == "proven":
         return str(slot.found)
@@ -152,7 +152,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.paired:
         table = Table("slot of B", "rows", "distance to A's", "nearest in A", "its distance", "verdict")
         for pair in comparison.paired:
-            shift = f", {abs(pair.shift)} rows {'late' if pair.shift < 0 else 'early'}" if pair.shift else ""
+            shift = f", {shift_in_words(pair.shift)}" if pair.shift else ""
             table.add_row(
                 pair.slot,
                 str(pair.rows),

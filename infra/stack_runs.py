@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_random
 
 _TIMEOUT_S = 10.0
 _PAGE = 100
@@ -14,9 +14,15 @@ _GAVE_UP = {"FAILED", "CRASHED", "CANCELLED"}
 _NO_ANSWER = (httpx.HTTPError, ValueError, KeyError, TypeError)
 
 
-# Two workers write to the server's SQLite beside us: a write that finds it locked is answered with 503.
+def _is_locked(error: BaseException) -> bool:
+    """Two workers write to the server's SQLite beside us: a write that finds it locked waits, or gets 503."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+    return isinstance(error, httpx.ReadTimeout)
+
+
 while_locked = retry(
-    retry=retry_if_exception_type(httpx.HTTPError), stop=stop_after_delay(30), wait=wait_random(0.3, 1.5), reraise=True
+    retry=retry_if_exception(_is_locked), stop=stop_after_delay(30), wait=wait_random(0.3, 1.5), reraise=True
 )
 
 

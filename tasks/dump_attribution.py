@@ -8,7 +8,7 @@ from eagle3.capture import CapturePoint
 from eagle3.errors import Eagle3Error
 from infra.settings import Settings
 from tasks.artifacts import CannotCheck
-from tasks.dumps import OpenedDump, OthersDump, Progress, PublishedDump, slots_of
+from tasks.dumps import OpenedDump, OthersDump, Progress, PublishedDump
 from tasks.params import TargetParams
 from tasks.targets import open_target
 
@@ -44,7 +44,7 @@ class AttributedDump:
         No claim could make them right.
         """
         slots = (slot for slot in self.attribution.slots if slot.claimed is None and slot.verdict == "proven")
-        return tuple(slot for slot in slots if str(slot.found) != slot.found.point)
+        return tuple(slot for slot in slots if not slot.found.is_plain)
 
     @property
     def verdict(self) -> "SlotVerdict":
@@ -58,7 +58,6 @@ class _Compared:
 
     reference: "Reference"
     model_class: str
-    vocab_size: int
     target: "Target | None" = None
 
 
@@ -94,11 +93,12 @@ def attribute_dump(
         claims, claimed_by = claims | _claims(dump, claim), "the command line"
     chosen = _chosen(dump, compared.reference.sample_ids, settings)
     attribution = attribute(
-        _first_rows(chosen, compared.vocab_size, on_progress),
+        _first_rows(chosen, on_progress),
         claims,
         compared.reference,
         dtype=dump.dtype,
         model_class=compared.model_class,
+        sent=dump.manifest.engine.ids if isinstance(dump, PublishedDump) else None,
     )
     alignment = None
     if isinstance(dump, OthersDump) and compared.target is not None:
@@ -143,21 +143,19 @@ def _target(dump: PublishedDump | OthersDump, params: TargetParams, settings: Se
     reference = TargetReference(target)
     if isinstance(dump, PublishedDump) and not accept:
         reference.check(dump.manifest.target)
-    return _Compared(reference, target.model_class, target.vocab_size, target)
+    return _Compared(reference, target.model_class, target)
 
 
 def _probe(dump: PublishedDump | OthersDump, settings: Settings) -> _Compared:
-    from eagle3.dump.probe import ProbeReference, read_dump_probe
+    from eagle3.evidence.references import ProbeReference
 
-    if not isinstance(dump, PublishedDump) or dump.manifest.probe is None:
+    probe = dump.probe(settings) if isinstance(dump, PublishedDump) else None
+    if not isinstance(dump, PublishedDump) or probe is None:
         raise CannotCheck(
             f"{dump.where} has no probe, so its states can only be compared with the target itself: give its Hugging "
             "Face folder with --target DIR"
         )
-    with dump.reader([dump.manifest.probe], settings) as reader:
-        probe = read_dump_probe(reader.folder, dump.manifest)
-    assert probe is not None
-    return _Compared(ProbeReference(probe), dump.manifest.target.model_class, dump.manifest.target.vocab_size)
+    return _Compared(ProbeReference(probe), dump.manifest.target.model_class)
 
 
 def _chosen(
@@ -183,7 +181,7 @@ def _chosen(
         with dump.reader([dump.manifest.shards[shard]], settings) as reader:
             for index, tokens in chosen.items():
                 if records[index].shard == shard:
-                    yield slots_of(reader, index), tokens
+                    yield reader.read(index).slots(), tokens
 
 
 def _spread(total: int, count: int) -> list[int]:
@@ -193,20 +191,7 @@ def _spread(total: int, count: int) -> list[int]:
     return [round(place * (total - 1) / (count - 1)) for place in range(count)]
 
 
-def _first_rows(
-    chosen: "Iterator[tuple[SlotSample, int]]", vocab_size: int, on_progress: Progress
-) -> "Iterator[SlotSample]":
-    """A decoder reads from left to right: the first rows need no others."""
-    from eagle3.dump.slots import SlotSample
-    from eagle3.evidence.attribution import WrongTarget
-
+def _first_rows(chosen: "Iterator[tuple[SlotSample, int]]", on_progress: Progress) -> "Iterator[SlotSample]":
     for number, (sample, tokens) in enumerate(chosen, start=1):
         on_progress(number, 0)
-        ids = sample.input_ids[:tokens]
-        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise WrongTarget(
-                f"sample {sample.id!r} holds token id {int(ids.max())}, and the target's ids end at {vocab_size - 1}: "
-                "it is another target, or the ids are of another tokenizer"
-            )
-        states = {label: state[:tokens] for label, state in sample.states.items()}
-        yield SlotSample(sample.id, ids, states, prompt_tokens=sample.prompt_tokens)
+        yield sample.first(tokens)

@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from eagle3.capture import CapturePoint
-from eagle3.dump.manifest import MANIFEST_NAME, DumpError, FileEntry
+from eagle3.dump.manifest import MANIFEST_NAME, FileEntry
 from infra.settings import Settings
 from infra.store import Store, open_store
 from tasks.artifacts import CannotCheck, read_manifest
 
 if TYPE_CHECKING:
     from eagle3.dump.foreign import ForeignDump
+    from eagle3.dump.probe import Probe
     from eagle3.dump.reader import DumpReader
     from eagle3.dump.slots import SlotSample
     from eagle3.evidence.compare import Comparison
@@ -77,11 +78,12 @@ class PublishedDump:
 
         DumpError or StoreCorrupt where a file is not the one that the manifest names.
         """
+        from eagle3.dump.files import named_file
         from eagle3.dump.reader import DumpReader
 
         if self.folder is not None:
             for entry in files:
-                _check_bytes(self.folder, entry)
+                named_file(self.folder, entry)
             yield DumpReader.open(self.folder, expect_sha256=self.manifest.digest())
             return
         parent = settings.root / "staging"
@@ -98,16 +100,16 @@ class PublishedDump:
         for shard, entry in enumerate(self.manifest.shards):
             with self.reader([entry], settings) as reader:
                 for index in reader.samples_of(shard):
-                    yield slots_of(reader, index)
+                    yield reader.read(index).slots()
 
+    def probe(self, settings: Settings) -> "Probe | None":
+        """The probe that came with it; None where none did. DumpError or StoreCorrupt as `reader`."""
+        from eagle3.dump.probe import read_dump_probe
 
-def slots_of(reader: "DumpReader", index: int) -> "SlotSample":
-    """A sample of ours for attribution and comparison."""
-    from eagle3.dump.slots import SlotSample
-
-    sample = reader.read(index)
-    states = {str(point): state for point, state in sample.states.items()}
-    return SlotSample(sample.id, sample.input_ids, states, prompt_tokens=sample.record.prompt_tokens)
+        if self.manifest.probe is None:
+            return None
+        with self.reader([self.manifest.probe], settings) as reader:
+            return read_dump_probe(reader.folder, self.manifest)
 
 
 class OthersDump:
@@ -152,20 +154,6 @@ def _path(named: str) -> Path | None:
     if "://" not in named:
         return Path(named).expanduser().resolve()
     return Path(url2pathname(urlsplit(named).path)) if named.startswith("file://") else None
-
-
-def _check_bytes(folder: Path, entry: FileEntry) -> None:
-    from eagle3.digests import sha256_file
-    from eagle3.dump.files import check_size, inside
-
-    path = inside(folder, entry.name)
-    check_size(path, entry.bytes)
-    if (found := sha256_file(path)) != entry.sha256:
-        raise DumpError(
-            f"{path} is not the file that the manifest names: sha256 {found[:12]}… instead of {entry.sha256[:12]}…. "
-            "A copy broke off, a disk failed, or somebody changed it (`eagle3 dump verify` looks at every file): fetch "
-            "the dump again"
-        )
 
 
 def compare(first: OpenedDump, second: OpenedDump, settings: Settings, on_progress: Progress) -> "Comparison":

@@ -278,7 +278,7 @@ class PipelineParams(_Params):
             return cls.model_validate(data)
         except ValidationError as error:
             lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors(include_url=False)]
-            raise ParamsError(f"{where} do not fit the pipeline's parameters:\n" + "\n".join(lines)) from None
+            raise ParamsError(f"{where}: not the pipeline's parameters:\n" + "\n".join(lines)) from None
 
     def extraction(self) -> ExtractParams:
         shared = {"name", "target", "prompts", "capture", "answers", "serving"}

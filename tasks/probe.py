@@ -208,7 +208,7 @@ def probe_server(
 
 def read_other(where: str, settings: Settings) -> "Probe":
     """The probe in a file, or the one of a dump in a folder or at a URI. NoProbe where the dump has none."""
-    from eagle3.dump.probe import read_dump_probe, read_probe
+    from eagle3.dump.probe import read_probe
     from tasks.dumps import PublishedDump
 
     path = Path(where).expanduser()
@@ -216,11 +216,9 @@ def read_other(where: str, settings: Settings) -> "Probe":
         return read_probe(path)
     uri = where if "://" in where else path.resolve().as_uri()
     dump = PublishedDump(uri, open_store(uri, settings))
-    if dump.manifest.probe is None:
+    probe = dump.probe(settings)
+    if probe is None:
         raise NoProbe(f"the dump {where} has no probe: extract again, or compare with a probe's file")
-    with dump.reader([dump.manifest.probe], settings) as reader:
-        probe = read_dump_probe(reader.folder, dump.manifest)
-    assert probe is not None
     return probe
 
 

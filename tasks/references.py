@@ -79,7 +79,8 @@ def load_target(target: "Target") -> "TargetReference":
 
 def _probe(folder: Path, manifest: Manifest) -> "Reference | None":
     """The dump's probe; None where there is none, or a broken one, of which the check `probe` speaks."""
-    from eagle3.dump.probe import ProbeReference, read_dump_probe
+    from eagle3.dump.probe import read_dump_probe
+    from eagle3.evidence.references import ProbeReference
 
     try:
         probe = read_dump_probe(folder, manifest)

@@ -6,15 +6,12 @@ from prefect.logging import get_run_logger
 
 from eagle3.errors import Eagle3Error
 from infra.settings import Settings
-from infra.store import open_store
-from tasks.validation import report_key
+from tasks.validation import read_report
 
 if TYPE_CHECKING:
     from eagle3.contract import DrafterContract
     from eagle3.evidence.report import EvidenceReport
     from eagle3.evidence.standing import Standing
-
-MAX_REPORT_BYTES = 16 * 2**20
 
 
 def tell_standing(contract: "DrafterContract", settings: Settings) -> "Standing":
@@ -30,11 +27,7 @@ def tell_standing(contract: "DrafterContract", settings: Settings) -> "Standing"
 
 def stored_report(dump_sha256: str, settings: Settings) -> "EvidenceReport | None":
     """The last report on a dump; None where the store has none, or none that can be read."""
-    from eagle3.evidence.report import EvidenceReport
-
-    key = report_key(dump_sha256)
     try:
-        data = open_store(settings.store, settings).get_bytes(key, max_bytes=MAX_REPORT_BYTES)
-        return EvidenceReport.parse(data, where=f"{settings.store}/{key}")
+        return read_report(dump_sha256, settings)
     except Eagle3Error:
         return None

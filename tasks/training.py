@@ -14,13 +14,13 @@ from eagle3.conventions import ids_of
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
-from infra.store import MissingObject, open_store
+from infra.store import MissingObject
 from tasks.artifacts import drafter_folder, fetch_dump, keep, publish_checkpoint
 from tasks.params import TrainParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
 from tasks.targets import open_target, target_differences
-from tasks.validation import report_key
+from tasks.validation import read_report
 
 if TYPE_CHECKING:
     from eagle3.contract import DrafterContract
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
     from eagle3.evidence.report import EvidenceReport
     from eagle3.target import Target
     from eagle3.training.loop import StepRecord
-    from eagle3.training.samples import TargetParts
     from infra.lineage import TrainingRecord
-
-_MAX_REPORT_BYTES = 16 * 2**20
 
 
 class NoReport(Eagle3Error):
@@ -58,18 +55,15 @@ class Trained:
 
 def require_report(dump: DumpRef, settings: Settings) -> "EvidenceReport":
     """The dump's passing report; NoReport where there is none, where it failed, or where it is stale."""
-    from eagle3.evidence.report import EvidenceReport
     from eagle3.evidence.standing import standing
 
-    key = report_key(dump.sha256)
     try:
-        data = open_store(settings.store, settings).get_bytes(key, max_bytes=_MAX_REPORT_BYTES)
+        report = read_report(dump.sha256, settings)
     except MissingObject as error:
         raise NoReport(
             f"the dump {dump.uri} has no evidence report ({error}). Run the validate flow on it first; training on "
             "an unproven dump is refused."
         ) from None
-    report = EvidenceReport.parse(data, where=f"{settings.store}/{key}")
     if report.dump_sha256 != dump.sha256 or report.verdict == "fail":
         failed = ", ".join(check.name for check in report.failed()) or "it is another dump's report"
         raise NoReport(f"the dump {dump.uri} did not pass its checks ({failed}); training on it is refused")
@@ -93,6 +87,7 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     from eagle3.dump.reader import DumpReader
     from eagle3.training.dump_samples import split
     from eagle3.training.loop import Progress, train
+    from eagle3.training.samples import TargetParts
 
     torch.set_num_threads(params.threads)
     reader = DumpReader.open(fetch_dump(params.dump, settings), expect_sha256=params.dump.sha256)
@@ -129,7 +124,7 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         result = train(
             samples,
             heldout,
-            target_parts(target),
+            TargetParts.of(target),
             config,
             vocab,
             params.training,
@@ -173,20 +168,6 @@ def check_target(manifest: "Manifest", target: "Target") -> None:
             f"the target {target.path} is not {manifest.target.name}, from which the dump was captured: "
             f"{'; '.join(differences)}. Train with the target of the dump, or extract from this one."
         )
-
-
-def target_parts(target: "Target") -> "TargetParts":
-    """What the trainer needs of the target, read selectively."""
-    from eagle3.training.samples import TargetParts
-
-    return TargetParts(
-        embedding=target.embedding_table(),
-        head=target.head(),
-        final_norm=target.final_norm(),
-        rms_norm_eps=target.rms_norm_eps,
-        num_layers=target.num_layers,
-        last_layer=target.last_layer() or None,
-    )
 
 
 def memory_bytes() -> int:

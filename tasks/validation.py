@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from eagle3.evidence.report import EvidenceReport
 
 
+MAX_REPORT_BYTES = 16 * 2**20
+
+
 class DumpRejected(Eagle3Error):
     """A dump whose evidence contradicts its claims."""
 
@@ -39,6 +42,15 @@ class Examined:
 def report_key(dump_sha256: str) -> str:
     """Where the report of a dump lies in the store: addressed by the manifest's digest."""
     return f"reports/{dump_sha256}.json"
+
+
+def read_report(dump_sha256: str, settings: Settings) -> "EvidenceReport":
+    """The last report on a dump. MissingObject where the store has none, StoreError, ReportError."""
+    from eagle3.evidence.report import EvidenceReport
+
+    key = report_key(dump_sha256)
+    data = open_store(settings.store, settings).get_bytes(key, max_bytes=MAX_REPORT_BYTES)
+    return EvidenceReport.parse(data, where=f"{settings.store}/{key}")
 
 
 @task(name="examine dump", cache_policy=NO_CACHE)

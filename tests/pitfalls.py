@@ -86,7 +86,12 @@ MISTAKES: tuple[Mistake, ...] = (
         LABEL,
         layers_called_embed,
         "attribution",
-        lambda s: (f"embed holds {s.low}", f"{s.low} holds {s.mid}", f"{s.mid} holds {s.high}"),
+        lambda s: (
+            f"embed holds {s.low}",
+            f"{s.low} holds {s.mid}",
+            f"{s.mid} holds {s.high}",
+            "named as if the embedding came first",
+        ),
     ),
     Mistake("layer called embed", LABEL, layers_called_embed, "embed", _says("labelled `embed`, but only 0.0%")),
     Mistake(
@@ -94,7 +99,12 @@ MISTAKES: tuple[Mistake, ...] = (
         LABEL,
         embed_called_layer,
         "attribution",
-        lambda s: (f"{s.low} holds embed", f"{s.mid} holds {s.low}"),
+        lambda s: (
+            f"{s.low} holds embed",
+            f"{s.mid} holds {s.low}",
+            "The embedding stands first and every layer one slot later",
+            f"whose {s.embedding_id} captures the embedding",
+        ),
     ),
     Mistake(
         "embed called a layer, seen exactly",
@@ -108,14 +118,14 @@ MISTAKES: tuple[Mistake, ...] = (
         BOUNDARY,
         shift_points(1),
         "attribution",
-        lambda s: tuple(f"{p} holds {later(p, 1)}" for p in s.spec.aux),
+        lambda s: (*(f"{p} holds {later(p, 1)}" for p in s.spec.aux), "were written for one and read by another"),
     ),
     Mistake(
         "every layer one earlier",
         BOUNDARY,
         shift_points(-1),
         "attribution",
-        lambda s: tuple(f"{p} holds {later(p, -1)}" for p in s.spec.aux),
+        lambda s: (*(f"{p} holds {later(p, -1)}" for p in s.spec.aux), "were written for one and read by another"),
     ),
     Mistake(
         "one layer one later",

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.capture import CapturePoint, CaptureSpec
+from eagle3.conventions import ids_of
 from eagle3.conventions.sglang import boundaries
 from eagle3.dump.reader import DumpReader
 from eagle3.dump.writer import CapturedSample
-from tests.dumps import Capture, engine_record, flip_bit, reseal, with_states, write_dump
+from tests.dumps import ENGINE_VERSION, Capture, engine_record, flip_bit, reseal, with_states, write_dump
 
 MIN_ANSWER = 8
 Planted = Callable[["Scene"], None]
@@ -49,6 +50,15 @@ class Scene:
     @property
     def last(self) -> CapturePoint:
         return CapturePoint.at_boundary(self.captured.identity.num_layers)
+
+    @property
+    def embedding_id(self) -> int:
+        """The id that captures the embedding where this target is served: the model class decides."""
+        model_class, num_layers = self.captured.identity.model_class, self.captured.identity.num_layers
+        embed_first = (CapturePoint("embed"), self.low, self.mid)
+        return ids_of(
+            embed_first, engine="sglang", version=ENGINE_VERSION, model_class=model_class, num_layers=num_layers
+        ).ids[0]
 
     @property
     def victim(self) -> str:

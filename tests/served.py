@@ -117,17 +117,8 @@ def captured(served: Served, staging: Path, target: Target) -> Capture:
                 states=dict(zip(served.spec.points, (*rows.aux, rows.final), strict=True)),
             )
         )
-    return Capture(target.path, target.identity(), tuple(samples), parts_of(target), served.generation.max_new_tokens)
-
-
-def parts_of(target: Target) -> FinalStateParts:
-    """What the checks of the final state need, read from the target's folder."""
-    return FinalStateParts(
-        head=target.head(),
-        final_norm=target.final_norm(),
-        rms_norm_eps=target.rms_norm_eps,
-        embedding=target.embedding(),
-    )
+    parts = FinalStateParts.of(target)
+    return Capture(target.path, target.identity(), tuple(samples), parts, served.generation.max_new_tokens)
 
 
 def round_weights_to_int8(target: Path, folder: Path) -> Path:

@@ -149,14 +149,7 @@ def train_drafter(target_folder: Path, points: Sequence[str], folder: Path, *, s
     vocab = VocabMap.most_frequent(
         count_tokens(((s.input_ids, s.loss_mask) for s in samples), target.vocab_size), VOCAB // 2
     )
-    parts = TargetParts(
-        embedding=target.embedding(),
-        head=target.head(),
-        final_norm=target.final_norm(),
-        rms_norm_eps=target.rms_norm_eps,
-        num_layers=target.num_layers,
-        last_layer=target.last_layer() or None,
-    )
+    parts = TargetParts.of(target)
     shape = DrafterConfig.like_target(target, num_slots=len(aux), draft_vocab_size=len(vocab))
     recipe = TrainingConfig(budget=steps, budget_unit="steps", batch_size=8, learning_rate=5e-3, bf16=False)
     drafter = train(samples, [], parts, shape, vocab, recipe).drafter

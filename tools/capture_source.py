@@ -194,8 +194,8 @@ class Source:
         return held
 
     def ends(self, place: Place) -> tuple[bool, bool]:
-        """Whether the walk over the layers captures boundary 0 (the embedding) and boundary N (after the last "
-        "layer)."""
+        """Whether the walk over the layers captures boundary 0 (the embedding) and boundary N (after the last
+        layer)."""
         embed, last = True, False
         for node in ast.walk(self._walk(place)):
             if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(_LIST):
@@ -205,8 +205,8 @@ class Source:
         return embed, last
 
     def _walk(self, place: Place) -> ast.FunctionDef:
-        """The function that walks the layers and reads the list: the class's own, or that of the model that it "
-        "holds."""
+        """The function that walks the layers and reads the list: the class's own, or that of the model that it
+        holds."""
         if place.key not in self._walks:
             self._walks[place.key] = self._find_walk(place)
         return self._walks[place.key]

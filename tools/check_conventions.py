@@ -111,8 +111,8 @@ def _shown(source: Source, place: Place, ids: Sequence[int] | None) -> str:
 
 
 def check_dflash(source: Source, release: str) -> list[str]:
-    """Every class that the registry knows captures the output of each id, and reaches the last layer where it says "
-    "so."""
+    """Every class that the registry knows captures the output of each id, and reaches the last layer where it says
+    so."""
     differences = []
     places = source.entry_classes(DFLASH)
     for name, (since, last_since) in sglang_dflash.MODEL_CLASSES.items():

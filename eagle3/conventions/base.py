@@ -35,8 +35,8 @@ class EngineIds(BaseModel):
 
 
 class Convention(ABC):
-    """What one engine's layer ids mean. Subclasses say what an id captures; order, repeats and the way back are "
-    "here."""
+    """What one engine's layer ids mean. Subclasses say what an id captures; order, repeats and the way back
+    are here."""
 
     engine: str
     title: str
@@ -176,8 +176,7 @@ def unshifted(points: Iterable[CapturePoint], shift: int, title: str) -> tuple[i
     if off_stream:
         raise ConventionError(
             f"{title} cannot capture {', '.join(off_stream)} as a slot: it captures the residual stream at a layer. "
-            "The "
-            "final state comes with every capture and needs no id."
+            "The final state comes with every capture and needs no id."
         )
     return tuple(boundary - shift for _, boundary in boundaries if boundary is not None)
 

@@ -64,9 +64,8 @@ class Sglang(Convention):
         if 0 in held and release < known.embed_since:
             raise ConventionError(
                 f"SGLang {version} cannot capture the embedding (boundary 0) of {model_class}: its walk adds a "
-                "residual "
-                f"that does not exist before the first layer, and the first forward pass raises a TypeError. Possible "
-                f"from {known.embed_since} on"
+                "residual that does not exist before the first layer, and the first forward pass raises a "
+                f"TypeError. Possible from {known.embed_since} on"
             )
         return _points(held, num_layers, last=_reaches_last(known, release))
 

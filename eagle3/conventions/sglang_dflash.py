@@ -82,9 +82,9 @@ class SglangDflash(Convention):
     def default(self, version: str, model_class: str, num_layers: int) -> tuple[CapturePoint, ...]:
         self.check(version, model_class)
         raise ConventionError(
-            "SGLang DFLASH's default depends on the drafter's own number of layers: d ids spread evenly from layer 1 "
-            "to "
-            f"layer {num_layers - 3}, e.g. {list(default_ids(num_layers, 5))} for d = 5. Name the ids explicitly."
+            "SGLang DFLASH's default depends on the drafter's own number of layers: d ids spread evenly from layer "
+            f"1 to layer {num_layers - 3}, e.g. {list(default_ids(num_layers, 5))} for d = 5. Name the ids "
+            "explicitly."
         )
 
     def candidates(self, points: tuple[CapturePoint, ...], num_layers: int) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002

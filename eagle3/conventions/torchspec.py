@@ -25,8 +25,7 @@ class TorchSpec(CommitConvention):
         if list(ids) != sorted(ids):
             raise ConventionError(
                 f"TorchSpec joins the states of {list(ids)} in the order of the ids on its transformers path and in "
-                "the "
-                f"order of the layers on its SGLang path: give them ascending, {sorted(ids)}"
+                f"the order of the layers on its SGLang path: give them ascending, {sorted(ids)}"
             )
         what = "the number of a layer whose output is captured"
         return shifted(ids, num_layers, shift=1, lowest=1, highest=num_layers, title=self.title, what=what)

@@ -37,8 +37,7 @@ class Transformers(Convention):
         if CapturePoint.at_boundary(num_layers) in points:
             raise ConventionError(
                 f"transformers cannot give layers.{num_layers - 1}: hidden_states[{num_layers}] is overwritten with "
-                "the "
-                "state after the final norm. Hook the last layer instead"
+                "the state after the final norm. Hook the last layer instead"
             )
         return (tuple(num_layers if p.boundary is None else p.boundary for p in points),)
 

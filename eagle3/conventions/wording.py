@@ -55,8 +55,7 @@ def warn_of_move(source: EngineIds, target: EngineIds) -> tuple[str, ...]:
     if one.final != other.final:
         warnings.append(
             f"The final hidden state differs: {one.title}'s is {one.final}, {other.title}'s is {other.final}. States "
-            "of "
-            "one kind do not train or serve a drafter of the other."
+            "of one kind do not train or serve a drafter of the other."
         )
     if {source.engine, target.engine} == {"sglang", "vllm"} and source.ids != target.ids:
         warnings.append(

@@ -7,7 +7,20 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, Manifest
+from eagle3.digests import sha256_file
+from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, FileEntry, Manifest
+
+
+class OtherBytes(DumpError):
+    """A file as long as the manifest says, with other bytes; `found` is its sha256."""
+
+    def __init__(self, path: Path, entry: FileEntry, found: str) -> None:
+        super().__init__(
+            f"{path} is not the file that the manifest names: its sha256 differs ({found[:12]}… instead of "
+            f"{entry.sha256[:12]}…). A copy broke off, a disk failed, or somebody changed it (`eagle3 dump verify` "
+            "looks at every file): fetch the dump again"
+        )
+        self.found = found
 
 
 def publish(path: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:
@@ -40,6 +53,16 @@ def inside(folder: Path, name: str) -> Path:
         raise DumpError(f"{path} is missing: the manifest names it. Fetch the dump again, or extract again")
     if path.resolve().parent != folder.resolve():
         raise DumpError(f"{path} leads out of the dump (to {path.resolve()}): a dump holds plain files only")
+    return path
+
+
+def named_file(folder: Path, entry: FileEntry) -> Path:
+    """The file that the manifest names, byte for byte: DumpError where it is missing, a link or of another size,
+    OtherBytes where its sha256 differs. Reads all of it."""
+    path = inside(folder, entry.name)
+    check_size(path, entry.bytes)
+    if (found := sha256_file(path)) != entry.sha256:
+        raise OtherBytes(path, entry, found)
     return path
 
 

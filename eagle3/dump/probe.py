@@ -19,6 +19,7 @@ Row t is the state after reading token t. What stands beside the tensors is `Pro
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -31,7 +32,7 @@ from safetensors.torch import save_file
 from eagle3.capture import CapturePoint, all_points, check_points
 from eagle3.digests import canonical_json, sha256_file
 from eagle3.dump.content import dtype_name
-from eagle3.dump.files import check_layout, check_size, inside, publish
+from eagle3.dump.files import check_layout, named_file, publish
 from eagle3.dump.manifest import DumpError, FileEntry, Manifest
 from eagle3.errors import first_fault
 
@@ -178,42 +179,6 @@ class Probe:
         return rows.float() @ projection(self.info.hidden_size, self.info.seed)
 
 
-class ProbeReference:
-    """A probe as the reference of an attribution (`eagle3.evidence.references.Reference`): projections, no target.
-
-    It knows the first rows of the dump's samples that it holds. Nothing can be normed in projections.
-    """
-
-    name = "probe"
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe, self.num_layers = probe, probe.info.num_layers
-        self._spans = {sequence.id: span for sequence, span in probe.spans() if sequence.kind == "sample"}
-        self._matrix = projection(probe.info.hidden_size, probe.info.seed)
-
-    @property
-    def sample_ids(self) -> tuple[str, ...]:
-        """The samples of the dump whose first rows are known."""
-        return tuple(self._spans)
-
-    def states(self, sample_id: str, input_ids: torch.Tensor) -> Mapping[CapturePoint, torch.Tensor] | None:
-        """Every point [t, D] of the sample's first t tokens; None where it is not in the probe, or has other tokens."""
-        span = self._spans.get(sample_id)
-        if span is None:
-            return None
-        known = self.probe.input_ids[span][: len(input_ids)]
-        if not torch.equal(known, input_ids[: len(known)]):
-            return None
-        end = span.start + len(known)
-        return {p: self.probe.projections[i, span.start : end] for i, p in enumerate(self.probe.info.points)}
-
-    def project(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.float() @ self._matrix
-
-    def norm(self, _rows: torch.Tensor) -> torch.Tensor | None:
-        return None
-
-
 def fixed_texts(tokenizer: Any) -> dict[str, list[int]]:
     """The project's own sequences in a target's tokens: the same for every server and dump of that target."""
     return {name: list(tokenizer.encode(text, add_special_tokens=False))[:MAX_TOKENS] for name, text in TEXTS.items()}
@@ -225,11 +190,12 @@ def chosen_samples(num_samples: int) -> list[int]:
     return [round(i * last / max(most - 1, 1)) for i in range(most)]
 
 
+@cache
 def projection(hidden_size: int, seed: int = SEED) -> torch.Tensor:
     """[H, 64] float32 of +-1/8, from SHAKE-256 of seed and H: the same on every machine, in every version of torch.
 
     Signs keep squared distances in the mean (Achlioptas 2003); at 64 of them one row's distance is off by 9% (1 sigma),
-    and a distance of zero stays zero.
+    and a distance of zero stays zero. One tensor for all who ask: it is not written to.
     """
     stream = hashlib.shake_256(f"eagle3 probe: {hidden_size} x {DIMS}, seed {seed}".encode())
     bits = np.unpackbits(np.frombuffer(stream.digest(hidden_size * DIMS // 8), dtype=np.uint8))
@@ -285,10 +251,7 @@ def read_dump_probe(folder: Path, manifest: Manifest) -> Probe | None:
     entry = manifest.probe
     if entry is None:
         return None
-    path = inside(folder, entry.name)
-    check_size(path, entry.bytes)
-    if sha256_file(path) != entry.sha256:
-        raise DumpError(f"{path} is not the file that the manifest names: its sha256 differs. Fetch the dump again")
+    path = named_file(folder, entry)
     probe = read_probe(path)
     said = (probe.info.num_layers, probe.info.hidden_size, probe.info.dtype, probe.info.captured)
     expected = (manifest.target.num_layers, manifest.target.hidden_size, manifest.dtype, manifest.spec.points)

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from eagle3.capture import CapturePoint
-from eagle3.digests import sha256_file
-from eagle3.dump.files import check_layout, check_size, inside, read_manifest
+from eagle3.dump.files import check_layout, check_size, inside, named_file, read_manifest
 from eagle3.dump.manifest import DumpError, Manifest, SampleRecord, ShardEntry
+from eagle3.dump.slots import SlotSample
 from eagle3.dump.writer import CU_SEQLENS, INPUT_IDS, LOSS_MASK
 from eagle3.errors import first_fault
 
@@ -37,6 +37,11 @@ class Sample:
     def full_ids(self) -> torch.Tensor:
         """[rows + 1] int64: prompt and answer, with the last token, which has no row."""
         return torch.cat([self.input_ids, torch.tensor([self.record.last_token_id])])
+
+    def slots(self) -> SlotSample:
+        """The sample under its points' names, for attribution and comparison."""
+        states = {str(point): state for point, state in self.states.items()}
+        return SlotSample(self.id, self.input_ids, states, prompt_tokens=self.record.prompt_tokens)
 
 
 class DumpReader:
@@ -106,10 +111,7 @@ class DumpReader:
 
 def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:
     """The lines of samples.jsonl, checked against the manifest: size, digest, order, and no row in two samples."""
-    path = inside(folder, manifest.samples.name)
-    check_size(path, manifest.samples.bytes)
-    if sha256_file(path) != manifest.samples.sha256:
-        raise DumpError(f"{path} is not the file that the manifest names: its sha256 differs. Fetch the dump again")
+    path = named_file(folder, manifest.samples)
     records: list[SampleRecord] = []
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):

@@ -1,7 +1,8 @@
 """Captured states as evidence sees them: rows of one sequence under labels, whoever captured them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -18,3 +19,8 @@ class SlotSample:
     input_ids: torch.Tensor  # [T] int64
     states: Mapping[str, torch.Tensor]  # label -> [T, H]
     prompt_tokens: int | None = None  # rows from there on are the answer's; None: not known
+
+    def first(self, tokens: int) -> Self:
+        """Its beginning. A decoder reads from left to right: the first rows need no others."""
+        states = {label: state[:tokens] for label, state in self.states.items()}
+        return replace(self, input_ids=self.input_ids[:tokens], states=states)

@@ -12,7 +12,7 @@ from eagle3.evidence.head import FinalStateParts, logit_pieces, normed_rows, obs
 from eagle3.evidence.report import Check, OffsetAgreement, Verdict
 from eagle3.evidence.text import OFFSETS
 
-__all__ = ["FinalState", "FinalStateParts"]
+__all__ = ["FinalState", "FinalStateParts", "final_obstacle", "share_of_rows"]
 
 AGREEMENT = 0.98
 """Share of the answer's tokens that must come out again."""
@@ -46,7 +46,7 @@ class FinalState:
     def __init__(self, manifest: Manifest, parts: FinalStateParts, *, answer_tokens: int) -> None:
         """`answer_tokens`: output tokens of the whole dump, from which the share of rows to judge follows."""
         self._point, self._parts = manifest.spec.final, parts
-        self._target = manifest.target
+        self._vocab_size, self._obstacle = manifest.target.vocab_size, final_obstacle(manifest, parts)
         self._answer_tokens = answer_tokens
         self._waiting: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # id, states [n, H], windows [n, offsets]
         self._waiting_rows = 0
@@ -57,15 +57,14 @@ class FinalState:
         self._short = 0
 
     def see(self, sample: Sample) -> None:
-        if self._obstacle():
+        if self._obstacle:
             return
         record, ids = sample.record, sample.full_ids()
         # Rows prompt-1 ... prompt+output-2 predict the answer's tokens, which stand at prompt ... prompt+output-1.
         first, end = record.prompt_tokens - 1, record.rows
-        share = -(-(end - first) * min(MAX_ROWS, self._answer_tokens) // self._answer_tokens)  # ceil
         if first >= end:  # rows are missing: `completeness` says so
             return
-        rows = spread(first, end, max(share, SAMPLE_ROWS))
+        rows = share_of_rows(first, end, of=self._answer_tokens, most=MAX_ROWS, least=SAMPLE_ROWS)
         places = rows[:, None] + 1 + torch.tensor(OFFSETS)  # [n, offsets]
         inside = (places >= record.prompt_tokens) & (places < len(ids))
         windows = torch.where(inside, ids[places.clamp(0, len(ids) - 1)], OUTSIDE)
@@ -84,7 +83,7 @@ class FinalState:
 
     def conclude(self) -> list[Check]:
         self._score()
-        obstacle = self._obstacle() or ("" if self._rows else "the dump has no rows that predict an answer")
+        obstacle = self._obstacle or ("" if self._rows else "the dump has no rows that predict an answer")
         if obstacle:
             return [self._check("fail", "not measured", f"The final state could not be judged: {obstacle}.")]
         share = self._right / self._rows
@@ -152,7 +151,7 @@ class FinalState:
 
     def _given(self, states: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
         """[rows, offsets] bool: does the state give that token? In float32, a piece of the head at a time."""
-        vocab_size = self._target.vocab_size
+        vocab_size = self._vocab_size
         x = normed_rows(states, self._parts, normed=self._point == "norm")  # [rows, H]
         best, total = torch.full((len(x), 1), float("-inf")), torch.zeros(len(x), 1)
         for piece in logit_pieces(x, self._parts, vocab_size):  # [rows, piece]
@@ -162,14 +161,23 @@ class FinalState:
         height = best - total / vocab_size  # of the largest logit above the mean one
         return (height > 0) & (best - logits <= NEAR_TIE * height)  # a row of NaN, or a flat one, gives nothing
 
-    def _obstacle(self) -> str:
-        target = self._target
-        if wrong := obstacle(self._parts, vocab_size=target.vocab_size, hidden_size=target.hidden_size):
-            return wrong
-        if self._point not in ("norm", f"layers.{target.num_layers - 1}"):
-            return f"`{self._point}` is not the target's final state: expected norm or layers.{target.num_layers - 1}"
-        return ""
-
     def _check(self, verdict: Verdict, value: str, sentence: str) -> Check:
         threshold = f"at least {AGREEMENT:.0%} of greedy tokens, best at offset 0"
         return Check(name="final_state", verdict=verdict, value=value, threshold=threshold, sentence=sentence)
+
+
+def final_obstacle(manifest: Manifest, parts: FinalStateParts) -> str:
+    """Why a dump's final state cannot be judged with these parts; empty where it can."""
+    target, point = manifest.target, manifest.spec.final
+    if wrong := obstacle(parts, vocab_size=target.vocab_size, hidden_size=target.hidden_size):
+        return wrong
+    if point not in ("norm", f"layers.{target.num_layers - 1}"):
+        return f"`{point}` is not the target's final state: expected norm or layers.{target.num_layers - 1}"
+    return ""
+
+
+def share_of_rows(start: int, stop: int, *, of: int, most: int, least: int) -> torch.Tensor:
+    """Indices of range(start, stop), evenly spread: a part's share where `most` of `of` rows of a dump are judged, and
+    at least `least` of every part."""
+    share = -(-(stop - start) * min(most, of) // of)  # ceil
+    return spread(start, stop, max(share, least))

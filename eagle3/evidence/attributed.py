@@ -32,9 +32,18 @@ class Candidate(EvidenceModel):
         if self.length is not None:
             name += f" with every row scaled to length {self.length:.3g}"
         if self.shift:
-            rows = "row" if abs(self.shift) == 1 else "rows"
-            name += f", {abs(self.shift)} {rows} {'late' if self.shift < 0 else 'early'}"
+            name += f", {shift_in_words(self.shift)}"
         return name
+
+    @property
+    def is_plain(self) -> bool:
+        """The point's own state: neither shifted, scaled, normed nor brought to one length."""
+        return self == Candidate(point=self.point)
+
+
+def shift_in_words(shift: int) -> str:
+    """`1 row late` for -1: row t holds the state of token t + shift."""
+    return f"{abs(shift)} row{'s' if abs(shift) > 1 else ''} {'late' if shift < 0 else 'early'}"
 
 
 class SlotAttribution(EvidenceModel):
@@ -54,6 +63,11 @@ class SlotAttribution(EvidenceModel):
     verdict: SlotVerdict
     errors: dict[CapturePoint, Measured] = Field(description="Distance to every point of the target, unshifted")
     sentence: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether `found` is what the slot holds, and not just the nearest that there is."""
+        return self.error <= self.bound
 
 
 class SampleFinding(EvidenceModel):

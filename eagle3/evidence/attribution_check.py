@@ -1,11 +1,10 @@
 """`attribution`: a bounded choice of a dump's rows, each slot against every boundary of the target."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from eagle3.capture import CapturePoint
 from eagle3.dump.manifest import DumpError, SampleRecord
 from eagle3.dump.reader import DumpReader
-from eagle3.dump.slots import SlotSample
 from eagle3.evidence.attributed import Attribution, SlotAttribution
 from eagle3.evidence.attribution import MARGIN, NothingToCompare, attribute
 from eagle3.evidence.references import Reference
@@ -49,11 +48,12 @@ def check_attribution(
     chosen = choose_samples(reader.records, reference.sample_ids)
     try:
         found = attribute(
-            _read(reader, chosen),
+            (reader.read(index).slots().first(tokens) for index, tokens in chosen),
             {str(point): point for point in manifest.spec.points},
             reference,
             dtype=manifest.dtype,
             model_class=manifest.target.model_class,
+            sent=manifest.engine.ids,
         )
     except (NothingToCompare, DumpError) as error:
         return _check("fail", "not measured", f"The slots could not be attributed: {error}."), None
@@ -112,13 +112,6 @@ def _spread(within: Sequence[int], needs: Mapping[int, int], count: int) -> list
             middle = min(within[start:end], key=needs.__getitem__)
         chosen.append(middle)
     return chosen
-
-
-def _read(reader: DumpReader, chosen: Sequence[tuple[int, int]]) -> Iterator[SlotSample]:
-    for index, tokens in chosen:
-        sample = reader.read(index)
-        states = {str(point): state[:tokens] for point, state in sample.states.items()}
-        yield SlotSample(sample.id, sample.input_ids[:tokens], states, prompt_tokens=sample.record.prompt_tokens)
 
 
 def _unreached(records: Sequence[SampleRecord], found: Attribution) -> list[str]:

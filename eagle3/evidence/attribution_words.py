@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eagle3.capture import CapturePoint
-from eagle3.conventions import slips
+from eagle3.conventions import EngineIds, slips
 from eagle3.evidence.attributed import Candidate, SlotAttribution
 
 
@@ -144,12 +144,14 @@ def coarser(slot: SlotAttribution, own: float) -> str:
     )
 
 
-def causes(slots: Sequence[SlotAttribution], *, num_layers: int, model_class: str | None) -> tuple[str, ...]:
-    """What explains the slots that are refuted, likeliest first; empty where none is."""
+def causes(
+    slots: Sequence[SlotAttribution], *, num_layers: int, model_class: str | None, sent: EngineIds | None = None
+) -> tuple[str, ...]:
+    """What explains the slots that are refuted, likeliest first. `sent`: the ids that the engine was given."""
     wrong = [
         slot
         for slot in slots
-        if slot.verdict == "refuted" and slot.error <= slot.bound and slot.claimed not in (None, str(slot.found))
+        if slot.verdict == "refuted" and slot.fits and slot.claimed not in (None, str(slot.found))
     ]
     if not wrong:
         return ()
@@ -157,6 +159,7 @@ def causes(slots: Sequence[SlotAttribution], *, num_layers: int, model_class: st
         *_shifted(wrong),
         *_repeated(slots),
         *_slips(slots, num_layers, model_class),
+        *_sent(slots, num_layers, sent),
         *_final(wrong, num_layers),
         *_normed(wrong),
         *_scaled(wrong),
@@ -172,8 +175,8 @@ def _slips(slots: Sequence[SlotAttribution], num_layers: int, model_class: str |
     found, then with such slots taken for right. What fits nothing says nothing.
     """
     claims = [(slot.claimed, slot) for slot in slots if slot.claimed is not None]
-    held = [(claimed, _held(slot)) for claimed, slot in claims if slot.error <= slot.bound]
-    plain = [(c, slot.found.point if _is_plain(slot) and slot.error <= slot.bound else c) for c, slot in claims]
+    held = [(claimed, _held(slot)) for claimed, slot in claims if slot.fits]
+    plain = [(c, slot.found.point if slot.found.is_plain and slot.fits else c) for c, slot in claims]
     for pairs in (held, plain):
         found = slips.explain(
             [c for c, _ in pairs], [f for _, f in pairs], num_layers=num_layers, model_class=model_class
@@ -181,7 +184,7 @@ def _slips(slots: Sequence[SlotAttribution], num_layers: int, model_class: str |
         if found:
             return found
     moved = [f"{c} is really {f}" for c, f in held if c != f and {c.boundary, f.boundary}.isdisjoint({None})]
-    if not moved or len(held) < len(claims) or not all(_is_plain(slot) for _, slot in claims):
+    if not moved or len(held) < len(claims) or not all(slot.found.is_plain for _, slot in claims):
         return ()
     return (
         f"{', '.join(moved)}: no known convention turns the one list into the other. An id was mistyped, or the slots "
@@ -189,15 +192,20 @@ def _slips(slots: Sequence[SlotAttribution], num_layers: int, model_class: str |
     )
 
 
+def _sent(slots: Sequence[SlotAttribution], num_layers: int, sent: EngineIds | None) -> tuple[str, ...]:
+    """What the ids that were sent have to do with it, where a slot is of another layer than its label."""
+    fits = [slot for slot in slots if slot.claimed is not None and slot.fits]
+    if sent is None or all(slot.claimed == _held(slot) for slot in fits):
+        return ()
+    said = slips.of_sent([slot.claimed for slot in slots if slot.claimed is not None], sent, num_layers)
+    return (said,) if said else ()
+
+
 def _held(slot: SlotAttribution) -> CapturePoint:
     """The point that a slot really holds. A final state that was normed anywhere has an explanation of its own, and
     of points that are nearly equal it is the claimed one."""
     normed = slot.claimed == "norm" and slot.found.norms
     return slot.claimed if slot.claimed and (normed or slot.verdict == "undecided") else slot.found.point
-
-
-def _is_plain(slot: SlotAttribution) -> bool:
-    return slot.found == Candidate(point=slot.found.point)
 
 
 def _shifted(wrong: Sequence[SlotAttribution]) -> list[str]:
@@ -214,7 +222,7 @@ def _repeated(slots: Sequence[SlotAttribution]) -> list[str]:
     """One tensor under several labels."""
     held: dict[str, list[SlotAttribution]] = {}
     for slot in slots:
-        if slot.error <= slot.bound:
+        if slot.fits:
             held.setdefault(str(slot.found), []).append(slot)
     return [
         f"{_names(same)} hold one tensor, {tensor}: look at how the concatenated states are split into slots."
@@ -230,7 +238,7 @@ def _final(wrong: Sequence[SlotAttribution], num_layers: int) -> list[str]:
         f"{slot.label} is the stream after {slot.found.point} and not the final state: the list of states has another "
         "last entry than was thought."
         for slot in wrong
-        if slot.claimed == "norm" and slot.found.point not in ends and slot.found == Candidate(point=slot.found.point)
+        if slot.claimed == "norm" and slot.found.point not in ends and slot.found.is_plain
     ]
 
 

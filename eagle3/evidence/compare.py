@@ -12,7 +12,8 @@ from eagle3.dump.content import DTYPES
 from eagle3.dump.slots import SlotSample
 from eagle3.evidence.measured import EvidenceModel, Measured
 from eagle3.evidence.page import plain, table
-from eagle3.evidence.paired import PairedSlot, Pairing, Side
+from eagle3.evidence.paired import PairedSlot, Pairing
+from eagle3.evidence.report import Verdict, worst
 from eagle3.evidence.row_measure import RowMeasure
 from eagle3.evidence.statistics import RowStatistics
 
@@ -22,7 +23,7 @@ which no change of domain explains it. Measured on SmolLM2-135M (16 domains: cod
 bare templates, sampled answers, random ids; 32 boundaries, all pairs): the median moves by up to 1.83, all three
 together by up to 1.68 (last layer, chat template against random ids). A scale of 2 is 2 on text of the same kind, the
 embedding in a layer's place 15 to 300."""
-_ICONS: dict[Side, str] = {"pass": "✅", "warn": "⚠️", "fail": "❌"}
+_ICONS: dict[Verdict, str] = {"pass": "✅", "warn": "⚠️", "fail": "❌"}
 
 
 class ComparedMeasure(EvidenceModel):
@@ -32,7 +33,7 @@ class ComparedMeasure(EvidenceModel):
     measure: str
     first: Measured | None
     second: Measured | None
-    verdict: Side
+    verdict: Verdict
     sentence: str = Field(description="Empty where the verdict is pass")
 
 
@@ -46,9 +47,8 @@ class Comparison(EvidenceModel):
     paired_samples: int = 0
 
     @property
-    def verdict(self) -> Side:
-        verdicts = {row.verdict for row in self._judged()}
-        return "fail" if "fail" in verdicts else "warn" if "warn" in verdicts else "pass"
+    def verdict(self) -> Verdict:
+        return worst(row.verdict for row in self._judged())
 
     def sentences(self) -> tuple[str, ...]:
         """What is wrong or worth a look, failures first."""
@@ -158,7 +158,7 @@ def _slot(slot: str, a: RowStatistics, b: RowStatistics) -> list[ComparedMeasure
         ]
     worse = b.nonfinite_rows and not a.nonfinite_rows
     sentence = f"`{slot}` has {b.nonfinite_rows} rows that are not finite in the second, none in the first."
-    verdict: tuple[Side, str] = ("fail", sentence) if worse else ("pass", "")
+    verdict: tuple[Verdict, str] = ("fail", sentence) if worse else ("pass", "")
     rows.append(_measure(slot, "rows not finite", a.nonfinite_rows, b.nonfinite_rows, *verdict))
     rows.append(_measure(slot, "rows near the maximum", a.near_max_rows, b.near_max_rows))
     return rows
@@ -168,7 +168,7 @@ def _norms(slot: str, a: RowStatistics, b: RowStatistics) -> ComparedMeasure:
     """The verdict on the size of the rows, in the row of the median."""
     first, second = (_quantiles(s) for s in (a, b))
     if first is None or second is None:
-        verdict: Side = "pass" if first is second else "fail"
+        verdict: Verdict = "pass" if first is second else "fail"
         sentence = "" if first is second else f"`{slot}` has no finite row, or only zeros, in one of the two."
         return _measure(slot, "median norm", a.median_norm, b.median_norm, verdict, sentence)
     ratios = [now / before for before, now in zip(first, second, strict=True)]
@@ -193,7 +193,7 @@ def _quantiles(s: RowStatistics) -> tuple[float, float, float] | None:
 
 
 def _measure(
-    slot: str, measure: str, first: float | None, second: float | None, verdict: Side = "pass", sentence: str = ""
+    slot: str, measure: str, first: float | None, second: float | None, verdict: Verdict = "pass", sentence: str = ""
 ) -> ComparedMeasure:
     return ComparedMeasure(slot=slot, measure=measure, first=first, second=second, verdict=verdict, sentence=sentence)
 

@@ -11,7 +11,7 @@ from eagle3.evidence.matching import FARTHEST, Matched
 EVEN = 0.02
 """Nine of ten rows may be at most this much longer or shorter than the median one. Storage in bfloat16 moves a length
 by less than 0.004; the lengths of a residual stream differ by 5% and more."""
-_SHARE = 0.9
+EVEN_SHARE = 0.9
 
 
 def evened_fits(slot: int, matched: Sequence[Matched], wanted: Sequence[Candidate], least: float) -> list[Fit]:
@@ -26,7 +26,7 @@ def evened_fits(slot: int, matched: Sequence[Matched], wanted: Sequence[Candidat
     lengths = (torch.cat([m.lengths for m in matched]) / squares.sqrt())[:, -1]  # |row|, from any candidate
     length = float(lengths.nanmedian())
     uneven = ((lengths / length - 1).abs().nan_to_num(torch.inf) > EVEN).float().mean()
-    if not 0 < length < torch.inf or float(uneven) > 1 - _SHARE:
+    if not 0 < length < torch.inf or float(uneven) > 1 - EVEN_SHARE:
         return []
     moved = (1 / squares.sqrt() - 1).abs().nanmedian(dim=0).values  # |row| / |candidate|, [C']
     cosines = dots / squares.sqrt()

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eagle3.digests import sha256_file
-from eagle3.dump.files import check_size, inside, read_manifest
+from eagle3.dump.files import OtherBytes, named_file, read_manifest
 from eagle3.dump.manifest import DumpError, FileEntry
 from eagle3.evidence.findings import Findings
 from eagle3.evidence.report import Check, EvidenceReport
@@ -23,13 +22,11 @@ class FileIntegrity:
         self._files += 1
         self._bytes += entry.bytes
         try:
-            path = inside(self._folder, entry.name)
-            check_size(path, entry.bytes)
+            named_file(self._folder, entry)
+        except OtherBytes as error:
+            self._wrong.add(f"{entry.name}: sha256 {error.found[:12]}… instead of {entry.sha256[:12]}…")
         except DumpError as error:
             self._wrong.add(str(error))
-            return
-        if (found := sha256_file(path)) != entry.sha256:
-            self._wrong.add(f"{entry.name}: sha256 {found[:12]}… instead of {entry.sha256[:12]}…")
 
     def see_broken(self, entry: FileEntry, why: str) -> None:
         """A file that did not arrive from where the dump is published."""

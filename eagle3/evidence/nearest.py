@@ -8,14 +8,10 @@ import torch
 from eagle3.capture import CapturePoint
 from eagle3.dump.probe import Probe
 from eagle3.evidence.attributed import Candidate
-from eagle3.evidence.attribution import MIN_SCALING, NOWHERE, RESOLUTION, loosely
+from eagle3.evidence.attribution import MARGIN, MIN_SCALING, NOWHERE, RESOLUTION, loosely, told_apart
 from eagle3.evidence.calibration import UNCALIBRATED, UNCALIBRATED_SHARE
 from eagle3.evidence.matching import SHIFTS
 
-MARGIN = 0.5
-"""A slot is what it claims where that is its nearest boundary, at half the distance of the next one or less. Measured
-with SmolLM2: slot against hooks of the same pass 0, a bfloat16 server against a float32 one 0.004 to 0.016 at every
-boundary; the next boundary is 0.22 away or more."""
 UNDEFINED = 1e6
 """Stands for a distance to rows of zeros, NaN or infinity."""
 
@@ -58,11 +54,6 @@ class Nearest:
         """What was claimed is within noise, and so is another boundary: the two are nearly equal in this target."""
         within = self.altered is None and self.claimed_error <= self.bound
         return within and not self.fits and not told_apart(self.error, self.claimed_error)
-
-
-def told_apart(error: float, other: float) -> bool:
-    """Rows this far from one boundary are not the other one, which is that far away."""
-    return error <= MARGIN * other and other > RESOLUTION
 
 
 def nearest(

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import Field
 
 from eagle3.digests import sha256_ids
 from eagle3.dump.slots import SlotSample
+from eagle3.evidence.attributed import shift_in_words
 from eagle3.evidence.examination import spread
 from eagle3.evidence.findings import Findings
 from eagle3.evidence.measured import EvidenceModel, Measured
+from eagle3.evidence.report import Verdict
 
 SAMPLES, ROWS_PER_SAMPLE = 64, 8
 """Sequences of the first capture that are kept, and rows of each: with their neighbours 147 MB at most for four slots
@@ -23,7 +24,6 @@ SAME, FAR = 0.05, 0.15
 float32 0.2-2.1%, int8 weights 1.2%, fp8 features 2.7%; the nearest other layer 18-31% (lab and SmolLM2, 8 to 30
 layers); int4 weights, 12-15%, lie between."""
 SHIFTS = (0, -1, 1, -2, 2)
-Side = Literal["pass", "warn", "fail"]
 FARTHEST = 1e6
 
 
@@ -37,7 +37,7 @@ class PairedSlot(EvidenceModel):
     nearest: str = Field(description="The first capture's slot that it is nearest to")
     shift: int = Field(description="Row t is nearest to the first's row t + shift")
     nearest_error: Measured
-    verdict: Side
+    verdict: Verdict
     sentence: str
 
 
@@ -125,8 +125,8 @@ class Pairing:
             sentence=sentence,
         )
 
-    def _judge(self, label: str, own: float | None, name: str, shift: int, nearest: float) -> tuple[Side, str]:
-        late = f", {abs(shift)} row{'s' if abs(shift) > 1 else ''} {'late' if shift < 0 else 'early'}" if shift else ""
+    def _judge(self, label: str, own: float | None, name: str, shift: int, nearest: float) -> tuple[Verdict, str]:
+        late = f", {shift_in_words(shift)}" if shift else ""
         held = f"the second holds in `{label}` what the first calls `{name}`{late} ({nearest:.2%} apart)"
         misfits = self._misfits.get(label)
         if own is None:
@@ -137,7 +137,7 @@ class Pairing:
                 )
             return "fail" if shift else "pass", f"{held[0].upper()}{held[1:]}."
         if own <= FAR and misfits:
-            verdict: Side = "fail"
+            verdict: Verdict = "fail"
             sentence = (
                 f"`{label}` agrees ({own:.2%} apart), but not in {misfits}: there one of the two captures holds rows "
                 "of another request."

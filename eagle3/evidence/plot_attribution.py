@@ -11,7 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import Transform
 
 from eagle3.capture import CapturePoint, all_points
-from eagle3.evidence.attributed import Attribution, Candidate, SlotAttribution
+from eagle3.evidence.attributed import Attribution, SlotAttribution
 from eagle3.evidence.plot_style import (
     AMBER,
     BLUE,
@@ -45,7 +45,7 @@ def words_of(slot: SlotAttribution) -> str:
         return f"undecided: {nearest} or {slot.runner_up} ({_percent(slot.runner_up_error)})"
     if slot.verdict == "proven":
         return f"is {slot.found} ({_percent(slot.error)} off, next {_percent(slot.runner_up_error)})"
-    if not fits(slot):
+    if not slot.fits:
         return f"is no tensor of the target: nearest {slot.found}, {_percent(slot.error)} off"
     if slot.claimed in (None, str(slot.found)):
         return f"is {slot.found}, but only {slot.rows_fitting:.0%} of its rows fit"
@@ -57,12 +57,7 @@ def words_of(slot: SlotAttribution) -> str:
 
 def moved(slot: SlotAttribution) -> bool:
     """Whether the slot is known to be at another boundary than it claims."""
-    return slot.verdict == "refuted" and slot.claimed not in (None, slot.found.point) and fits(slot)
-
-
-def fits(slot: SlotAttribution) -> bool:
-    """Whether `found` is what the slot holds, and not just the nearest that there is."""
-    return slot.error <= slot.bound
+    return slot.verdict == "refuted" and slot.claimed not in (None, slot.found.point) and slot.fits
 
 
 def _percent(error: float) -> str:
@@ -215,7 +210,7 @@ def _mark_row(axes: Axes, row: int, slot: SlotAttribution, places: Mapping[Captu
         )
         if slot.verdict == "refuted":
             axes.plot(claimed, row, "x", color=colour, markersize=7, markeredgewidth=2, zorder=5)
-    plain = slot.found == Candidate(point=slot.found.point) and fits(slot)  # neither shifted, scaled nor normed
+    plain = slot.found.is_plain and slot.fits
     axes.plot(
         found,
         row,

@@ -15,9 +15,8 @@ from eagle3.evidence.plot_style import (
     VERDICT_SIGNS,
     literal,
     plain_log_ticks,
-    worst,
 )
-from eagle3.evidence.report import EvidenceReport, Verdict
+from eagle3.evidence.report import EvidenceReport, Verdict, worst
 
 _OFFSET_NAMES = {-2: "-2\nlate by 2", -1: "-1\nlate by 1", 0: "0\nright", 1: "+1\nearly by 1", 2: "+2\nearly by 2"}
 

@@ -1,7 +1,5 @@
 """What the panels of the evidence picture share: colours that a colour-blind person tells apart, signs, safe text."""
 
-from collections.abc import Iterable
-
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -19,12 +17,6 @@ _DENSE = 200
 VERDICT_COLOURS: dict[Verdict, str] = {"pass": BLUE, "warn": AMBER, "fail": RED}
 VERDICT_SIGNS: dict[Verdict, str] = {"pass": "✓", "warn": "?", "fail": "✗"}
 SLOT_VERDICTS: dict[SlotVerdict, Verdict] = {"proven": "pass", "undecided": "warn", "refuted": "fail"}
-
-
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """`pass` where there is none."""
-    found = set(verdicts)
-    return "fail" if "fail" in found else "warn" if "warn" in found else "pass"
 
 
 def literal(text: str, most: int = 200) -> str:

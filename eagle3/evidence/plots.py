@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from eagle3.evidence.attributed import Attribution
-from eagle3.evidence.plot_attribution import draw_heat_map, draw_legend, draw_profile, fits, label_boundaries
+from eagle3.evidence.plot_attribution import draw_heat_map, draw_legend, draw_profile, label_boundaries
 from eagle3.evidence.plot_panels import draw_offsets, draw_slot_norms, draw_words
 from eagle3.evidence.plot_style import SLOT_VERDICTS, VERDICT_COLOURS, VERDICT_SIGNS, literal
 from eagle3.evidence.report import EvidenceReport, Verdict
@@ -83,9 +83,9 @@ def _headline(figure: Figure, report: EvidenceReport, total: float) -> None:
         fontsize=_TITLE,
     )
     slots = report.attribution.slots if report.attribution else ()
-    wrong = [s for s in slots if s.verdict == "refuted" and not (fits(s) and s.claimed == str(s.found))]
+    wrong = [s for s in slots if s.verdict == "refuted" and not (s.fits and s.claimed == str(s.found))]
     if wrong:
-        held = [f"really {slot.found}" if fits(slot) else "no tensor of the target" for slot in wrong]
+        held = [f"really {slot.found}" if slot.fits else "no tensor of the target" for slot in wrong]
         names = "  ·  ".join(f"{slot.label} is {what}" for slot, what in zip(wrong[:_NAMED], held, strict=False))
         more = f"  ·  and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         figure.text(0.012, 1 - 0.42 / total, literal(names + more, 135), va="top", color=colour, fontsize=_TITLE)

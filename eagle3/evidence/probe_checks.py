@@ -16,7 +16,8 @@ from eagle3.capture import CapturePoint
 from eagle3.dump.manifest import DumpError, Manifest
 from eagle3.dump.probe import Probe
 from eagle3.dump.reader import Sample
-from eagle3.evidence.nearest import MARGIN, UNDEFINED, Nearest, nearest, told_apart
+from eagle3.evidence.attribution import MARGIN, told_apart
+from eagle3.evidence.nearest import UNDEFINED, Nearest, nearest
 from eagle3.evidence.report import Check, Verdict
 
 NAME = "probe"
@@ -131,7 +132,6 @@ class ProbeRows:
         self._embed = embedding is not None
         self._faults, self._value = _examine(probe, embedding, final_norm, rms_norm_eps) if probe else (_Faults(), "")
         self._spans = {s.id: span for s, span in probe.spans() if s.kind == "sample"} if probe else {}
-        self._wanted = tuple(self._spans)
         self._rows: list[tuple[slice, Mapping[CapturePoint, torch.Tensor]]] = []
         self._foreign: list[str] = []
 

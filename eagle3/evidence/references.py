@@ -7,13 +7,14 @@ import torch
 
 from eagle3.capture import CapturePoint
 from eagle3.dump.manifest import TargetIdentity
+from eagle3.dump.probe import Probe
 from eagle3.dump.slots import SlotSample
 from eagle3.errors import Eagle3Error
 from eagle3.evidence.calibration import coarser_arithmetic
 from eagle3.target import Target
 from eagle3.target.states import decoder_parts
 
-__all__ = ["Reference", "SlotSample", "TargetReference", "WrongTarget", "check_identity"]
+__all__ = ["ProbeReference", "Reference", "SlotSample", "TargetReference", "WrongTarget", "check_identity"]
 
 
 class WrongTarget(Eagle3Error, ValueError):
@@ -107,6 +108,41 @@ class TargetReference:
         moved = rows if weight is None else rows.to(device=weight.device, dtype=weight.dtype)
         result: torch.Tensor = norm(moved)
         return result.float().cpu()
+
+
+class ProbeReference:
+    """A probe as the reference of an attribution: projections, no target.
+
+    It knows the first rows of the dump's samples that it holds. Nothing can be normed in projections.
+    """
+
+    name = "probe"
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe, self.num_layers = probe, probe.info.num_layers
+        self._spans = {sequence.id: span for sequence, span in probe.spans() if sequence.kind == "sample"}
+
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        """The samples of the dump whose first rows are known."""
+        return tuple(self._spans)
+
+    def states(self, sample_id: str, input_ids: torch.Tensor) -> Mapping[CapturePoint, torch.Tensor] | None:
+        """Every point [t, D] of the sample's first t tokens; None where it is not in the probe, or has other tokens."""
+        span = self._spans.get(sample_id)
+        if span is None:
+            return None
+        known = self.probe.input_ids[span][: len(input_ids)]
+        if not torch.equal(known, input_ids[: len(known)]):
+            return None
+        end = span.start + len(known)
+        return {p: self.probe.projections[i, span.start : end] for i, p in enumerate(self.probe.info.points)}
+
+    def project(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.probe.project(rows)
+
+    def norm(self, _rows: torch.Tensor) -> torch.Tensor | None:
+        return None
 
 
 def check_identity(target: Target, identity: TargetIdentity) -> None:

@@ -1,5 +1,6 @@
 """The evidence report: what was measured on a dump, and the verdict that the next stage asks for."""
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Literal, Self
 
@@ -21,6 +22,7 @@ __all__ = [
     "PointStatistics",
     "ReportError",
     "Verdict",
+    "worst",
 ]
 
 CHECK_SET_VERSION = 2
@@ -30,6 +32,12 @@ Verdict = Literal["pass", "warn", "fail"]
 _ICONS: dict[Verdict, str] = {"pass": "✅ pass", "warn": "⚠️ warn", "fail": "❌ fail"}
 _SINCE_2 = frozenset({"thresholds", "attribution"})
 _PARTS_SINCE_2 = frozenset({"near_max_rows", "spread", "first_values", "nll"})
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """`pass` where there is none."""
+    found = set(verdicts)
+    return "fail" if "fail" in found else "warn" if "warn" in found else "pass"
 
 
 class ReportError(Eagle3Error, ValueError):
@@ -85,8 +93,7 @@ class EvidenceReport(EvidenceModel):
 
     @property
     def verdict(self) -> Verdict:
-        verdicts = {check.verdict for check in self.checks}
-        return "fail" if "fail" in verdicts else "warn" if "warn" in verdicts else "pass"
+        return worst(check.verdict for check in self.checks)
 
     def failed(self) -> tuple[Check, ...]:
         return tuple(check for check in self.checks if check.verdict == "fail")

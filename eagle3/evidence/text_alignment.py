@@ -8,7 +8,7 @@ from typing import Protocol
 from eagle3.dump.manifest import Manifest
 from eagle3.dump.reader import Sample
 from eagle3.dump.slots import SlotSample
-from eagle3.evidence.alignment import MAX_ROWS, FinalState
+from eagle3.evidence.alignment import MAX_ROWS, FinalState, final_obstacle, share_of_rows
 from eagle3.evidence.examination import spread
 from eagle3.evidence.head import FinalStateParts, obstacle
 from eagle3.evidence.report import Check, OffsetAgreement, Verdict
@@ -22,8 +22,6 @@ which rows shows from about 16 rows on (chat prompts begin alike), so in dumps o
 dumps of any size (`final_state`)."""
 FOREIGN_ROWS, FOREIGN_SAMPLES = 64, 64
 """Rows of each sample, and samples, of a dump that is not ours."""
-_WARN: Verdict = "warn"
-_FAIL: Verdict = "fail"
 
 
 class AnswersExamination(Protocol):
@@ -139,39 +137,19 @@ def judge_alignment(samples: Iterable[SlotSample], label: str, parts: FinalState
     """`alignment` of anybody's dump: its final state against its own token ids, whoever wrote the text.
 
     `label` names the slot with the final state, `normed` says whether it is after the final norm (attribution tells).
-    Reads up to `FOREIGN_SAMPLES` samples. Fails where rows are shifted, exchanged or missing, warns where nothing can
-    be decided.
+    Reads up to `FOREIGN_SAMPLES` samples. Fails where rows are shifted or exchanged, warns where nothing is decided.
     """
     vocab_size = parts.head.shape[0]
-    rows, from_the_end = (TextRows(parts, vocab_size, normed=normed) for _ in range(2))
-    why, missing, seen = "", 0, 0
+    rows, why = TextRows(parts, vocab_size, normed=normed), ""
     for sample in islice(samples, FOREIGN_SAMPLES):
-        state, ids = sample.states[label], sample.input_ids
+        state = sample.states[label]
         if why := obstacle(parts, vocab_size=vocab_size, hidden_size=state.shape[-1]):
             break
-        seen += 1
-        picked = spread(0, len(state), FOREIGN_ROWS)
-        rows.add(sample.id, state, ids, picked)
-        if len(ids) > len(state) + 1:  # one id more than rows is the last token, which nobody read
-            missing += 1
-            from_the_end.add(sample.id, state, ids[-len(state) :], picked)
+        rows.add(sample.id, state, sample.input_ids, spread(0, len(state), FOREIGN_ROWS))
     found = rows.judge()
+    verdict, sentence = text_sentence(found, "samples", undecided="warn", rest="Attribution decides.")
     if why:
-        verdict, sentence = _WARN, f"Whether rows and tokens belong together was not judged: {why}."
-    elif missing:
-        at_end = from_the_end.judge().outcome == "aligned"
-        verdict, sentence = (
-            _FAIL,
-            f"{missing} of {seen} samples have fewer rows than tokens: "
-            + (
-                "the rows fit the last ones, so those of the prompt's beginning are missing. A prefix cache answered, "
-                "or a chunked prefill kept its last chunk only: extract again with the prefix cache off."
-                if at_end
-                else "rows are missing. Extract these samples again."
-            ),
-        )
-    else:
-        verdict, sentence = text_sentence(found, "samples", undecided="warn", rest="Attribution decides.")
+        verdict, sentence = "warn", f"Whether rows and tokens belong together was not judged: {why}."
     threshold = f"-log p at offset 0 at most {RATIO:.0%} of any other's"
     return Check(name="alignment", verdict=verdict, value=_measured(found, why), threshold=threshold, sentence=sentence)
 
@@ -211,18 +189,14 @@ class _Judged:
     def __init__(
         self, manifest: Manifest, parts: FinalStateParts, tokens: int, most: int, drawn_at: float | None = None
     ) -> None:
-        target, self._point = manifest.target, manifest.spec.final
+        self._point, self.obstacle = manifest.spec.final, final_obstacle(manifest, parts)
         self._tokens, self._most, self.samples = tokens, most, 0
-        self.obstacle = obstacle(parts, vocab_size=target.vocab_size, hidden_size=target.hidden_size)
-        if not self.obstacle and self._point not in ("norm", f"layers.{target.num_layers - 1}"):
-            self.obstacle = f"`{self._point}` is not the target's final state"
-        self._rows = TextRows(parts, target.vocab_size, normed=self._point == "norm", drawn_at=drawn_at)
+        self._rows = TextRows(parts, manifest.target.vocab_size, normed=self._point == "norm", drawn_at=drawn_at)
 
     def see(self, sample: Sample, start: int, stop: int, *, first: int = 0) -> None:
         if self.obstacle or start >= stop or stop > len(sample.input_ids):  # missing rows: `completeness` says so
             return
-        share = -(-(stop - start) * min(self._most, self._tokens) // self._tokens)  # ceil
-        rows = spread(start, stop, max(share, ROWS_PER_SAMPLE))
+        rows = share_of_rows(start, stop, of=self._tokens, most=self._most, least=ROWS_PER_SAMPLE)
         self._rows.add(sample.id, sample.states[self._point], sample.full_ids(), rows, first=first)
         self.samples += 1
 

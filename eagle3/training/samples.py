@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 from eagle3.capture import CapturePoint
 from eagle3.drafter.config import DrafterConfig
 from eagle3.errors import Eagle3Error
+from eagle3.target import Target
 
 NORM = CapturePoint("norm")
 
@@ -43,6 +45,18 @@ class TargetParts:
     rms_norm_eps: float
     num_layers: int
     last_layer: Mapping[str, Tensor] | None = None  # the last decoder layer, names from `input_layernorm.weight` on
+
+    @classmethod
+    def of(cls, target: Target) -> Self:
+        """Read selectively from the target's folder."""
+        return cls(
+            embedding=target.embedding_table(),
+            head=target.head(),
+            final_norm=target.final_norm(),
+            rms_norm_eps=target.rms_norm_eps,
+            num_layers=target.num_layers,
+            last_layer=target.last_layer() or None,
+        )
 
     def to(self, device: torch.device) -> "TargetParts":
         """The tables on another device; the last layer, which is read once, stays where it is."""

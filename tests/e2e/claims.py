@@ -35,6 +35,7 @@ def assert_other_layers(played: Played, name: str, delivered: tuple[str, ...], *
     assert f"delivers {', '.join(delivered)}" in finding.wrong
     assert f"trained on {', '.join(wanted)}" in finding.wrong
     assert cure in finding.cure
+    assert finding.causes, f"{name}: no cause is named"
     assert row.seen.delivered() == delivered
     assert row.seen.attribution is not None
     assert row.seen.attribution.verdict == "refuted"

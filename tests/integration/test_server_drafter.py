@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -73,13 +73,7 @@ def saved(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     texts = greedy(tiny_llama, prompts, LONG + STEPS - 1)
     target = Target.open(tiny_llama)
     vocab = VocabMap(torch.tensor(sorted({token for text in texts for token in text})), target.vocab_size)
-    parts = TargetParts(
-        embedding=target.embedding(),
-        head=target.head(),
-        final_norm=target.final_norm(),
-        rms_norm_eps=target.rms_norm_eps,
-        num_layers=target.num_layers,
-    )
+    parts = replace(TargetParts.of(target), last_layer=None)
     shape = DrafterConfig.like_target(target, num_slots=len(POINTS), draft_vocab_size=len(vocab))
     states = load_reference(tiny_llama)
     samples = [sample(ids, text, states) for ids, text in zip(prompts, texts, strict=True)]

@@ -44,25 +44,25 @@ def hidden_states(tiny_deepseek: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def shifted_staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deepseek-shifted")
+def boundary_staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepseek-boundaries")
 
 
 @pytest.fixture(scope="module")
-def shifted_server(
-    tiny_deepseek: Path, shifted_staging: Path, sglang_settings: Settings, tmp_path_factory: pytest.TempPathFactory
+def boundary_server(
+    tiny_deepseek: Path, boundary_staging: Path, sglang_settings: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SglangServer]:
-    """Ids [1, 3, 5]: the list starts at 1, so SGLang 0.5.23 adds one."""
+    """Ids [2, 4, 6]: the list does not start at 1, so SGLang 0.5.23 reads it as boundaries."""
     config = ServerConfig(
         target=tiny_deepseek,
         device="cpu",
-        capture=CaptureServing(ids=engine_ids(1, 3, 5), staging=shifted_staging),
+        capture=CaptureServing(ids=engine_ids(2, 4, 6), staging=boundary_staging),
         max_running_requests=8,
         max_total_tokens=2600,
         # Admit requests as if their answers were short: the cache runs full and requests are retracted.
         extra_args=("--schedule-conservativeness", "0.1"),
     )
-    log = tmp_path_factory.mktemp("logs") / "deepseek-shifted.log"
+    log = tmp_path_factory.mktemp("logs") / "deepseek-boundaries.log"
     with start_server(config, settings=sglang_settings, log_path=log) as running:
         yield running
 
@@ -81,28 +81,29 @@ def check(server: SglangServer, staging: Path, ids: EngineIds, hidden_states: Re
         assert_states(staged(staging, request["rid"]), request["input_ids"], answer["output_ids"], hidden_states)
 
 
-def test_ids_that_start_at_1_mean_outputs(
-    shifted_server: SglangServer, shifted_staging: Path, hidden_states: Reference
+def test_other_ids_are_boundaries(
+    boundary_server: SglangServer, boundary_staging: Path, hidden_states: Reference
 ) -> None:
-    check(shifted_server, shifted_staging, engine_ids(1, 3, 5), hidden_states)
+    """[2, 4, 6] are the same layers here; on a Llama they would be layers 2, 4 and 6."""
+    check(boundary_server, boundary_staging, engine_ids(2, 4, 6), hidden_states)
+    llama = EngineIds(engine="sglang", version="0.5.23", model_class="LlamaForCausalLM", ids=(2, 4, 6))
+    assert points_of(llama, LAYERS) == ("layers.2", "layers.4", "layers.6")
 
 
 def test_neighbours_of_requests_that_are_aborted_or_left_keep_every_row(
-    shifted_server: SglangServer, shifted_staging: Path, hidden_states: Reference
+    boundary_server: SglangServer, boundary_staging: Path, hidden_states: Reference
 ) -> None:
-    check_survivors(shifted_server, shifted_staging, hidden_states)
+    check_survivors(boundary_server, boundary_staging, hidden_states)
 
 
 def test_retracted_requests_keep_every_row(
-    shifted_server: SglangServer, shifted_staging: Path, hidden_states: Reference
+    boundary_server: SglangServer, boundary_staging: Path, hidden_states: Reference
 ) -> None:
-    check_retraction(shifted_server, shifted_staging, hidden_states, 8)
+    check_retraction(boundary_server, boundary_staging, hidden_states, 8)
 
 
-def test_other_ids_are_boundaries(
+def test_ids_that_start_at_1_mean_outputs(
     deepseek_server: SglangServer, deepseek_staging: Path, hidden_states: Reference
 ) -> None:
-    """[2, 4, 6] are the same layers here; on a Llama they would be layers 2, 4 and 6."""
-    check(deepseek_server, deepseek_staging, engine_ids(2, 4, 6), hidden_states)
-    llama = EngineIds(engine="sglang", version="0.5.23", model_class="LlamaForCausalLM", ids=(2, 4, 6))
-    assert points_of(llama, LAYERS) == ("layers.2", "layers.4", "layers.6")
+    """SGLang 0.5.23 adds one."""
+    check(deepseek_server, deepseek_staging, engine_ids(1, 3, 5), hidden_states)

@@ -10,7 +10,7 @@ import torch
 
 from eagle3.capture import CapturePoint, CaptureSpec
 from eagle3.dump.manifest import SampleRecord
-from eagle3.dump.probe import ProbeReference, read_dump_probe
+from eagle3.dump.probe import read_dump_probe
 from eagle3.dump.reader import DumpReader
 from eagle3.evidence.attribution_check import (
     ANSWER_ROWS,
@@ -20,11 +20,11 @@ from eagle3.evidence.attribution_check import (
     choose_samples,
 )
 from eagle3.evidence.calibration import coarser_arithmetic
-from eagle3.evidence.references import TargetReference, WrongTarget, check_identity
+from eagle3.evidence.references import ProbeReference, TargetReference, WrongTarget, check_identity
 from eagle3.target import Target, TargetError
 from tasks.references import NoReference, choose_reference
 from tests import targets
-from tests.dumps import SPEC, capture, make_dump, reference_of, with_states, write_dump
+from tests.dumps import SPEC, capture, engine_record, make_dump, reference_of, with_states, write_dump
 
 pytestmark = pytest.mark.unit
 
@@ -60,6 +60,21 @@ def test_the_sentence_names_slot_layer_cause_and_cure(tiny_llama: Path, tmp_path
         assert f"{label} holds {point}" in check.sentence
     assert "named as if the embedding came first" in check.sentence
     assert "Do not move the serving configuration to the labels" in check.sentence
+    assert "The ids that were sent, [-1, 1, 3], do mean embed, layers.1, layers.3 in SGLang 0.5.23" in check.sentence
+
+
+def test_ids_that_were_wrong_for_the_labels_are_said_with_the_right_ones(tiny_llama: Path, tmp_path: Path) -> None:
+    captured = capture(tiny_llama)
+    moved = CaptureSpec(aux=tuple(map(CapturePoint, ("layers.1", "layers.3", "layers.4"))))
+    write_dump(
+        captured,
+        tmp_path,
+        engine=engine_record(captured.identity, moved),
+        alter=lambda s: with_states(s, {"layers.5": s.states[CapturePoint("layers.4")]}),
+    )
+    check, _ = check_attribution(DumpReader.open(tmp_path), reference_of(tiny_llama))
+    assert "layers.5 holds layers.4" in check.sentence
+    assert "Right for layers.1, layers.3, layers.5 in SGLang 0.5.23 on LlamaForCausalLM: [1, 3, 5]." in check.sentence
 
 
 def test_the_same_fault_is_found_by_the_probe_alone(tiny_llama: Path, tmp_path: Path) -> None:

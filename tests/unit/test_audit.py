@@ -124,6 +124,19 @@ def test_the_wrong_fix_is_named_with_the_value_that_mends_it(llama: Saved) -> No
     assert "\n" not in str(finding)
 
 
+def test_the_wrong_fix_is_named_in_the_ids_of_the_family_that_was_served(kimi: Saved) -> None:
+    finding = kimi.one(kimi.with_ids(0, 3, 31))
+    assert "delivers embed, layers.2, layers.30" in finding.wrong
+    assert "ids like [0, 3, 31], whose 0 captures the embedding" in finding.causes[0]
+    assert "[3, 31, 59]" in finding.causes[0]
+
+
+def test_one_too_high_on_the_deepseek_family_has_a_cause_too(kimi: Saved) -> None:
+    finding = kimi.one(kimi.with_ids(4, 32, 60))
+    assert "each of the ids [4, 32, 60] is one too high" in finding.causes[0]
+    assert "[3, 31, 59]" in finding.cure
+
+
 def test_every_id_one_too_high_is_named_with_the_slip_that_explains_it(llama: Saved) -> None:
     finding = llama.one(llama.with_ids(3, 16, 28))
     assert "delivers layers.3, layers.16, layers.28" in finding.wrong

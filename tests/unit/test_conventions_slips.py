@@ -57,7 +57,7 @@ def _points(names: str) -> tuple[CapturePoint, ...]:
             "embed layers.2 layers.15",
             30,
             LLAMA,
-            ("ids like [-1, 2, 15]", "-1 captures the embedding", "[2, 15, 27] for SGLang"),
+            ("ids like [-1, 2, 15]", "-1 captures the embedding", "[2, 15, 27] in SGLang"),
         ),
         (
             "embed layers.2 layers.15",

@@ -71,6 +71,8 @@ def test_another_threshold_changes_the_digest_and_makes_older_reports_stale(monk
         "alignment.near_tie",
         "attribution.margin",
         "calibration.uncalibrated.bfloat16",
+        "even_lengths.even",
+        "even_lengths.even_share",
         "norms.shrinks",
         "row_measure.near_max",
         "slots.normed_band",

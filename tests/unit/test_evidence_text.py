@@ -237,16 +237,6 @@ def test_the_alignment_of_random_ids_cannot_be_decided(tiny_llama: Path) -> None
     assert check.sentence.startswith("Cannot be decided")
 
 
-def test_rows_that_begin_at_the_answer_are_named_where_nobody_counted_them(fluent: Capture) -> None:
-    cut = [
-        SlotSample(s.id, s.input_ids, {"final": s.states[CapturePoint("norm")][s.prompt_tokens :]})
-        for s in fluent.samples
-    ]
-    check = judge_alignment(cut, "final", fluent.parts, normed=True)
-    assert check.verdict == "fail"
-    assert "those of the prompt's beginning are missing" in check.sentence
-
-
 def test_a_head_of_another_width_is_not_compared(fluent: Capture) -> None:
     parts = replace(fluent.parts, head=torch.zeros(VOCAB, 32))
     check = judge_alignment(slots(fluent), "final", parts, normed=True)

@@ -256,6 +256,9 @@ def test_a_file_of_another_kind_says_what_it_holds(captured: Capture, tmp_path: 
     torch.save({"model": {"weight": torch.rand(2, 2)}, "step": 3}, folder / "data_0.ckpt")
     with pytest.raises(DumpError, match=r"is not a row of SpecForge: .* found model, step"):
         open_foreign(tmp_path / "dump")
+    torch.save({"\x1b]0;owned\x07": 3}, folder / "data_0.ckpt")
+    with pytest.raises(DumpError, match=r"found '\\x1b\]0;owned\\x07'"):
+        open_foreign(tmp_path / "dump")
 
 
 def test_a_list_among_other_files_is_refused(captured: Capture, tmp_path: Path) -> None:

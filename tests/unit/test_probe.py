@@ -16,7 +16,6 @@ from eagle3.dump.probe import (
     MAX_TOKENS,
     PROBE_NAME,
     Probe,
-    ProbeReference,
     chosen_samples,
     fixed_texts,
     projection,
@@ -26,6 +25,7 @@ from eagle3.dump.probe import (
 )
 from eagle3.dump.reader import DumpReader
 from eagle3.evidence.files import verify_integrity
+from eagle3.evidence.references import ProbeReference
 from eagle3.target import Target
 from tests.dumps import SPEC, Capture, capture, flip_bit, probe_of, write_dump
 from tests.targets import HIDDEN, LAYERS

@@ -12,7 +12,7 @@ from eagle3.capture import CapturePoint, all_points
 from eagle3.dump.manifest import DumpError
 from eagle3.dump.probe import PROBE_NAME, Probe
 from eagle3.dump.reader import DumpReader
-from eagle3.evidence.nearest import MARGIN
+from eagle3.evidence.attribution import MARGIN
 from eagle3.evidence.probe_checks import ANCHOR_ERROR, check_probe, compare_probes, delivered
 from eagle3.evidence.report import Check
 from eagle3.evidence.validate import validate_dump

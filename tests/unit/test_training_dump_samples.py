@@ -63,13 +63,7 @@ def test_held_out_samples_are_spread_and_at_most_a_fifth(reader: DumpReader) -> 
 
 def test_training_from_the_files_is_training_from_memory_bit_by_bit(tiny_llama: Path, reader: DumpReader) -> None:
     target = Target.open(tiny_llama)
-    parts = TargetParts(
-        embedding=target.embedding_table(),
-        head=target.head(),
-        final_norm=target.final_norm(),
-        rms_norm_eps=target.rms_norm_eps,
-        num_layers=target.num_layers,
-    )
+    parts = TargetParts.of(target)
     samples, heldout = split(reader, 1)
     vocab = VocabMap.most_frequent(count_tokens(samples.tokens(), target.vocab_size), 64)
     shape = DrafterConfig.like_target(target, num_slots=3, draft_vocab_size=len(vocab))

@@ -10,7 +10,7 @@ from eagle3.capture import CapturePoint
 from eagle3.dump.content import dtype_name
 from eagle3.dump.foreign import model_optimizer, request_folders, specforge, speculators, state_list
 from eagle3.dump.foreign.layout import Layout
-from eagle3.dump.foreign.sample import ForeignSample, token_ids
+from eagle3.dump.foreign.sample import ForeignSample, ids_in, token_ids
 from eagle3.dump.manifest import DumpError
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -99,7 +99,7 @@ def read_ids(path: Path) -> Ids:
                 if not line.strip():
                     continue
                 value: Any = json.loads(line) if len(line) <= _MAX_LINE_BYTES else None
-                found = request_folders.ids_in(value) if isinstance(value, dict) else None
+                found = ids_in(value) if isinstance(value, dict) else None
                 if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
                     raise DumpError(
                         f'{path}, line {number}: expected {{"id": "...", "input_ids": [1, 2, ...]}} with whole numbers'

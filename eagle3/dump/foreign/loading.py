@@ -51,6 +51,18 @@ def load_saved(path: Path) -> Any:
         raise DumpError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
+def load_dict(path: Path, key: str, expected: str) -> dict[Any, Any]:
+    """A dict of `torch.save` that has `key`; DumpError says what was expected and which keys there are."""
+    value = load_saved(path)
+    if isinstance(value, dict) and key in value:
+        return value
+    if isinstance(value, dict):
+        held = _first(list(map(str, value))) if value else "an empty dict"
+    else:
+        held = type(value).__name__
+    raise DumpError(f"{path} is not {expected}, found {held}")
+
+
 def load_safetensors(path: Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """Those tensors of a safetensors file; DumpError where it is damaged, or lacks one of `names`."""
     try:

@@ -10,12 +10,12 @@ vLLM's boundary N, before it; the aux layers are a default or `--aux-layers`. No
 from pathlib import Path
 
 from eagle3.dump.foreign.layout import Layout, name_of
-from eagle3.dump.foreign.loading import load_saved
+from eagle3.dump.foreign.loading import load_dict, load_saved
 from eagle3.dump.foreign.sample import ForeignSample, make_sample, split_width, state_rows
 from eagle3.dump.foreign.state_list import saved_files
-from eagle3.dump.manifest import DumpError
 
 _AUX, _FINAL = "aux_hidden_states", "hidden_states"
+_EXPECTED = f"a conversation of Model-Optimizer: expected a dict with input_ids, {_FINAL} and {_AUX}"
 
 
 def find(path: Path) -> list[Path]:
@@ -27,13 +27,7 @@ def find(path: Path) -> list[Path]:
 
 
 def read(file: Path, root: Path) -> ForeignSample:
-    row = load_saved(file)
-    if not isinstance(row, dict) or _FINAL not in row:
-        held = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise DumpError(
-            f"{file} is not a conversation of Model-Optimizer: expected a dict with input_ids, {_FINAL} and {_AUX}, "
-            f"found {held[:300] or 'an empty dict'}"
-        )
+    row = load_dict(file, _FINAL, _EXPECTED)
     final = state_rows(row[_FINAL], f"{file}, {_FINAL}")
     aux = row.get(_AUX)
     empty = aux is None or (hasattr(aux, "numel") and not aux.numel())

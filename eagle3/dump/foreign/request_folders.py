@@ -4,13 +4,12 @@ Each file is one tensor [T, H]. Taken from SGLang, whose final state is the one 
 numbers 0, 1, 2 stand for is written nowhere in them.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from eagle3.dump.foreign.layout import Layout, name_of
 from eagle3.dump.foreign.loading import load_saved
-from eagle3.dump.foreign.sample import FINAL, ForeignSample, make_sample
+from eagle3.dump.foreign.sample import FINAL, ID_KEYS, ForeignSample, ids_in, make_sample, read_json
 from eagle3.dump.manifest import DumpError
 
 FINAL_NAMES = tuple(
@@ -21,9 +20,7 @@ FINAL_NAMES = tuple(
         *("hidden", "hidden_state", "hidden_states", "norm"),
     )
 )
-ID_KEYS = ("input_ids", "token_ids", "tokens", "ids")
 ID_NAMES = tuple(f"{key}.{suffix}" for key in ID_KEYS for suffix in ("pt", "json"))
-_MAX_JSON_BYTES = 64 * 2**20
 
 
 def find(path: Path) -> list[Path]:
@@ -60,25 +57,6 @@ def _ids(folder: Path, held: list[str]) -> Any | None:
         return None
     path = folder / names[0]
     return ids_in(read_json(path) if path.suffix == ".json" else load_saved(path))
-
-
-def ids_in(value: Any) -> Any:
-    """The ids themselves: the value, or what it holds under one of `ID_KEYS`."""
-    if isinstance(value, dict):
-        return next((value[key] for key in ID_KEYS if key in value), None)
-    return value
-
-
-def read_json(path: Path) -> Any:
-    """A small JSON file; DumpError where it is larger than any prompt, or broken."""
-    with path.open("rb") as file:
-        data = file.read(_MAX_JSON_BYTES + 1)
-    if len(data) > _MAX_JSON_BYTES:
-        raise DumpError(f"{path} is larger than {_MAX_JSON_BYTES} bytes, which no token ids are")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DumpError(f"{path} is not valid JSON: {error}") from None
 
 
 LAYOUT = Layout(

@@ -1,7 +1,9 @@
 """One sample of somebody else's dump, and what its tensors must look like."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from eagle3.dump.manifest import DumpError
 from eagle3.dump.slots import SlotSample
 
 FINAL = "final"
+ID_KEYS = ("input_ids", "token_ids", "tokens", "ids")
+"""What others call token ids, the likeliest first."""
+_MAX_JSON_BYTES = 64 * 2**20
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,6 +90,25 @@ def split_width(value: Any, width: int, where: str) -> list[torch.Tensor]:
             "different targets, or a part was cut"
         )
     return list(state.split(width, dim=1))
+
+
+def ids_in(value: Any) -> Any:
+    """The ids themselves: the value, or what it holds under one of `ID_KEYS`."""
+    if isinstance(value, dict):
+        return next((value[key] for key in ID_KEYS if key in value), None)
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """A small JSON file; DumpError where it is larger than any prompt, or broken."""
+    with path.open("rb") as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
+    if len(data) > _MAX_JSON_BYTES:
+        raise DumpError(f"{path} is larger than {_MAX_JSON_BYTES} bytes, which no token ids are")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DumpError(f"{path} is not valid JSON: {error}") from None
 
 
 def token_ids(value: Any, rows: int, where: str) -> torch.Tensor:

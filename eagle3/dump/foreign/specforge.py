@@ -11,11 +11,11 @@ files with `weights_only=False` (specforge/runtime/data_plane/feature_store.py);
 from pathlib import Path
 
 from eagle3.dump.foreign.layout import Layout, name_of
-from eagle3.dump.foreign.loading import load_saved
+from eagle3.dump.foreign.loading import load_dict
 from eagle3.dump.foreign.sample import FINAL, ForeignSample, make_sample, split_width, state_rows
-from eagle3.dump.manifest import DumpError
 
 _SUFFIXES = (".ckpt", ".ckpt.gz")
+_EXPECTED = "a row of SpecForge: expected a dict with input_ids, loss_mask, hidden_state and aux_hidden_state"
 
 
 def find(path: Path) -> list[Path]:
@@ -25,13 +25,7 @@ def find(path: Path) -> list[Path]:
 
 
 def read(file: Path, root: Path) -> ForeignSample:
-    row = load_saved(file)
-    if not isinstance(row, dict) or "hidden_state" not in row:
-        held = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise DumpError(
-            f"{file} is not a row of SpecForge: expected a dict with input_ids, loss_mask, hidden_state and "
-            f"aux_hidden_state, found {held[:300] or 'an empty dict'}"
-        )
+    row = load_dict(file, "hidden_state", _EXPECTED)
     final = state_rows(row["hidden_state"], f"{file}, hidden_state")
     aux = row.get("aux_hidden_state")
     slots = [] if aux is None else split_width(aux, final.shape[1], f"{file}, aux_hidden_state")

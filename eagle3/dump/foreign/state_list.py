@@ -14,8 +14,7 @@ import torch
 
 from eagle3.dump.foreign.layout import Layout, name_of
 from eagle3.dump.foreign.loading import load_saved
-from eagle3.dump.foreign.request_folders import ids_in, read_json
-from eagle3.dump.foreign.sample import ForeignSample, make_sample
+from eagle3.dump.foreign.sample import ForeignSample, ids_in, make_sample, read_json
 from eagle3.dump.manifest import DumpError
 
 _IDS_SUFFIX = "_ids"
