@@ -18,7 +18,8 @@ from infra.settings import Settings
 
 dump_app = typer.Typer(
     no_args_is_help=True,
-    help="Look at dumps, our own and other people's.\n\nExit codes: 0 proven, 1 refuted, 3 could not be checked.",
+    help="Look at dumps, our own and other people's; list, copy and remove our own.\n\n"
+    "Exit codes: 0 proven or done, 1 refuted, 3 could not be checked.",
 )
 REFUTED, NOT_CHECKED = 1, 3
 
@@ -50,7 +51,7 @@ Layout = Annotated[
 
 
 @contextmanager
-def _checking() -> Iterator[None]:
+def checking() -> Iterator[None]:
     """Whatever stops a check is no verdict: the message, and exit code 3."""
     try:
         yield
@@ -60,7 +61,7 @@ def _checking() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere; call it with what is done and what there is in all (0: not known)."""
     if not err.is_terminal:
         yield lambda _done, _total: None
@@ -82,7 +83,7 @@ def verify(dump: Dump, as_json: AsJson = False) -> None:
     from infra.stack import connect
     from tasks.artifacts import verify_dump
 
-    with _checking(), _progress("hashing") as on_progress:
+    with checking(), progress("hashing") as on_progress:
         report = verify_dump(dump, connect(Settings()), on_progress=on_progress)
     if as_json:
         print_json(report.model_dump(mode="json"))
@@ -114,7 +115,7 @@ def inspect(
     from tasks.dumps import open_dump
 
     settings = connect(Settings())
-    with _checking(), _progress("reading") as on_progress:
+    with checking(), progress("reading") as on_progress:
         opened = open_dump(dump, settings, layout=layout, ids=ids)
         description = describe(opened, settings, statistics=statistics, on_progress=on_progress)
     if as_json:
@@ -159,7 +160,7 @@ def attribute(
 
     claimed = _points(claim)
     settings = connect(Settings())
-    with _checking(), _progress("comparing samples") as on_progress:
+    with checking(), progress("comparing samples") as on_progress:
         opened = open_dump(dump, settings, layout=layout, ids=ids)
         try:
             found = attribute_dump(
@@ -200,7 +201,7 @@ def compare(
     from tasks.dumps import open_dump
 
     settings = connect(Settings())
-    with _checking(), _progress("reading") as on_progress:
+    with checking(), progress("reading") as on_progress:
         a, b = (open_dump(named, settings, ids=ids) for named in (first, second))
         comparison = compare_dumps(a, b, settings, on_progress)
     if as_json:

@@ -58,7 +58,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise DumpError(
             f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish (it writes the "
-            "manifest last). Run the extraction again; it starts from the first prompt"
+            "manifest last). Run the extraction again with the same parameters; it goes on from what is stored"
         )
     with inside(folder, MANIFEST_NAME).open("rb") as file:
         return Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1), where=str(path))

@@ -1,26 +1,26 @@
 """Read a dump: the manifest and the index at once, the states sample by sample from mapped files."""
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader, BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from eagle3.capture import CapturePoint
-from eagle3.digests import sha256_file
 from eagle3.dump.files import check_size, inside, read_manifest
 from eagle3.dump.manifest import DumpError, Manifest, SampleRecord, ShardEntry
+from eagle3.dump.shard_layout import expected_tensors
 from eagle3.dump.writer import CU_SEQLENS, INPUT_IDS, LOSS_MASK
 
-MAX_LINE_BYTES = 8192
+MAX_LINE_BYTES = 64 * 2**10  # places of up to 1024 answers, 20 characters each
 MAX_OPEN_SHARDS = 16
-
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,23 @@ class Sample:
     def full_ids(self) -> torch.Tensor:
         """[rows + 1] int64: prompt and answer, with the last token, which has no row."""
         return torch.cat([self.input_ids, torch.tensor([self.record.last_token_id])])
+
+    def full_mask(self) -> torch.Tensor:
+        """[rows + 1] bool: the loss mask of `full_ids`. The last token ends the last answer."""
+        return torch.cat([self.loss_mask, torch.ones(1, dtype=torch.bool)])
+
+
+class SampleReader(Protocol):
+    """An open dump, wherever it lies: `DumpReader` maps a folder, `eagle3.dump.stream.StreamReader` fetches ranges."""
+
+    manifest: Manifest
+    records: list[SampleRecord]
+
+    def read(self, index: int) -> Sample:
+        """The sample at that place of samples.jsonl."""
+
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, loss mask), each [rows + 1], with the last token, which has no row; no state is read."""
 
 
 class DumpReader:
@@ -83,6 +100,11 @@ class DumpReader:
             states={point: shard.get_slice(point)[rows] for point in self.manifest.spec.points},
         )
 
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, loss mask), each [rows + 1]; no state is read."""
+        sample = self.read(index)
+        return sample.full_ids(), sample.full_mask()
+
     def samples_of(self, shard: int) -> range:
         """Indices of the samples in a shard."""
         return self._ranges[shard]
@@ -107,24 +129,30 @@ def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:
     """The lines of samples.jsonl, checked against the manifest: size, digest, order, and no row in two samples."""
     path = inside(folder, manifest.samples.name)
     check_size(path, manifest.samples.bytes)
-    if sha256_file(path) != manifest.samples.sha256:
-        raise DumpError(f"{path} is not the file that the manifest names: its sha256 differs. Fetch the dump again")
-    records: list[SampleRecord] = []
     with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            if len(records) == manifest.num_samples:
-                raise DumpError(f"{path} has more lines than the {manifest.num_samples} samples of the manifest")
-            try:
-                records.append(SampleRecord.model_validate_json(line))
-            except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                field = ".".join(str(part) for part in first["loc"]) or "the line"
-                raise DumpError(f"{path}, line {len(records) + 1}: {field}: {first['msg']}") from None
+        return parse_records(file, manifest, str(path))
+
+
+def parse_records(file: BufferedReader | BytesIO, manifest: Manifest, path: str) -> list[SampleRecord]:
+    """The same from an open file, whose size is known to be right; `path` is named in errors."""
+    if hashlib.file_digest(file, "sha256").hexdigest() != manifest.samples.sha256:
+        raise DumpError(f"{path} is not the file that the manifest names: its sha256 differs. Fetch the dump again")
+    file.seek(0)
+    records: list[SampleRecord] = []
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(records) == manifest.num_samples:
+            raise DumpError(f"{path} has more lines than the {manifest.num_samples} samples of the manifest")
+        try:
+            records.append(SampleRecord.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or "the line"
+            raise DumpError(f"{path}, line {len(records) + 1}: {field}: {first['msg']}") from None
     _check_records(path, manifest, records)
     return records
 
 
-def _check_records(path: Path, manifest: Manifest, records: list[SampleRecord]) -> None:
+def _check_records(path: str, manifest: Manifest, records: list[SampleRecord]) -> None:
     seen: set[str] = set()
     tokens, samples = [0] * len(manifest.shards), [0] * len(manifest.shards)
     previous = 0
@@ -154,6 +182,9 @@ def _check_records(path: Path, manifest: Manifest, records: list[SampleRecord]) 
             f"{path} holds {len(records)} samples and {sum(tokens)} rows; the manifest says {manifest.num_samples} "
             f"and {manifest.num_tokens}"
         )
+    cut = sum(record.finish_reason == "length" for record in records)
+    if manifest.schema_version > 2 and cut != manifest.num_cut:
+        raise DumpError(f"{path}: the length cap cut {cut} samples; the manifest says {manifest.num_cut}")
 
 
 def _open_shard(folder: Path, manifest: Manifest, entry: ShardEntry) -> Any:
@@ -163,13 +194,7 @@ def _open_shard(folder: Path, manifest: Manifest, entry: ShardEntry) -> Any:
         shard = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise DumpError(f"{path} is not a safetensors file: {error}. Fetch the dump again, or extract again") from None
-    expected = {
-        INPUT_IDS: ("I64", [entry.tokens]),
-        LOSS_MASK: ("BOOL", [entry.tokens]),
-        CU_SEQLENS: ("I64", [entry.samples + 1]),
-    }
-    for point in manifest.spec.points:
-        expected[str(point)] = (_SAFETENSORS_NAMES[manifest.dtype], [entry.tokens, manifest.target.hidden_size])
+    expected = expected_tensors(manifest, entry)
     names = set(shard.keys())
     if names != set(expected):
         missing, foreign = sorted(set(expected) - names), sorted(names - set(expected))
