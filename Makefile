@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: install demo up test test-all lint bench clean
+.PHONY: install demo up test test-all test-ceph soak lint bench clean
 
 install: $(INSTALLED)
 
@@ -36,6 +36,15 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest $(ARGS)
 
+# The store against Debian's Ceph RGW. Installs nothing: it says what is missing.
+test-ceph: install
+	@$(BIN)/python -m tests.integration.rgw_server
+	$(BIN)/python -m pytest tests/integration/test_store_ceph.py $(ARGS)
+
+# SGLang, the flow process and the worker, killed at twenty random moments of an extraction: half an hour.
+soak: install
+	EAGLE3_KILLS=20 $(BIN)/python -m pytest tests/e2e/test_killed.py $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,7 +54,7 @@ lint: install
 
 # The quick ones; benchmarks/story.py and clean_dumps.py take half an hour each (docs/story.md, docs/evidence.md).
 bench: install
-	@for script in benchmarks/capture.py benchmarks/verify.py benchmarks/attribution.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in benchmarks/capture.py benchmarks/store.py benchmarks/verify.py benchmarks/attribution.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

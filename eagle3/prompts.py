@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ Split = Literal["train", "heldout"]
 _FORMS = ("turns", "messages", "prompt")
 _ROLES = ("system", "user", "assistant", "tool")
 _EXPECTED = 'expected one object such as {"prompt": "..."}, {"turns": ["..."]} or {"messages": [...]}'
+REASONING = "reasoning_content"
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 
@@ -28,11 +29,11 @@ class PromptError(Eagle3Error, ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation that ends where the target begins to answer."""
+    """One conversation that ends where the target begins to answer; or, if it is given whole, with an answer."""
 
     id: str
     messages: tuple[dict[str, str], ...]
-    """OpenAI form: `role` and `content`; the last is not the assistant's."""
+    """OpenAI form: `role` and `content`, of a given answer also `reasoning_content`."""
     category: str | None = None
     split: Split | None = None
     ignored_turns: int = 0
@@ -42,6 +43,19 @@ class Prompt:
     def text(self) -> str:
         """All that is said in it, for comparing prompts."""
         return "\n".join(message["content"] for message in self.messages)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it ends with an answer."""
+        return self.messages[-1]["role"] == "assistant"
+
+    @property
+    def opening(self) -> "Prompt":
+        """What is asked where it is not given: everything before a given conversation's first answer."""
+        if not self.is_given:
+            return self
+        first = next(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
+        return replace(self, messages=self.messages[:first])
 
 
 @dataclass(frozen=True)
@@ -59,26 +73,46 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
+class GivenAnswers:
+    """The rest of a given conversation, from its first answer on."""
+
+    output_ids: tuple[int, ...] = field(repr=False)  # from the first token that is learned from to the last
+    spans: tuple[tuple[int, int], ...]  # [start, end) of what is learned from, in the whole conversation
+    texts: tuple[str, ...] = field(repr=False)  # of each span, without special tokens
+    finish_reason: str  # "given", or "length" where the length cap left messages out
+    left_out: int = 0  # how many
+
+
+@dataclass(frozen=True)
 class TokenizedPrompt:
     id: str
     input_ids: tuple[int, ...] = field(repr=False)
     """Token ids with the chat template and its generation prompt."""
     category: str | None = None
+    given: GivenAnswers | None = None
+    """What follows, where the target does not answer itself."""
+
+    def most_answer_tokens(self, max_new_tokens: int) -> int:
+        """How many tokens may follow the prompt."""
+        return max_new_tokens if self.given is None else len(self.given.output_ids)
 
 
-def load_prompts(path: Path) -> PromptSet:
+def load_prompts(path: Path, *, given: bool = False) -> PromptSet:
     """Read a UTF-8 file of one JSON object a line: `prompt`, MT-bench `turns` or OpenAI `messages`.
 
     Optional keys: `id` or `question_id`, `category`, `split` ("train" or "heldout"); others are left alone. Of `turns`
     the first is asked, the rest is counted. Without an id a prompt gets one made from its text. Raises PromptError
     with file and line for whatever is not a prompt: nothing is skipped.
+
+    `given`: conversations with their answers, for a target that reads them only: `messages` that end with the
+    assistant's, or MT-bench `turns` with an answer to each in `reference`.
     """
     digest = hashlib.sha256()
     prompts: dict[str, tuple[int, Prompt]] = {}
     for number, line in _lines(path):
         digest.update(line)
         where = f"{path}, line {number}"
-        prompt = _prompt(_object(line, number, where), where)
+        prompt = (_given if given else _prompt)(_object(line, number, where), where)
         if prompt.id in prompts:
             first, other = prompts[prompt.id]
             same = "the same prompt" if other.messages == prompt.messages else f"the id {prompt.id!r}"
@@ -125,11 +159,7 @@ def tokenize(
     Raises PromptError for a prompt that leaves no room for `max_new_tokens` in a context of `context_length` tokens,
     and for one that the template refuses.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise PromptError(
-            "the target's tokenizer has no chat template, so a conversation cannot be written as tokens. Put the "
-            "model's chat_template.jinja into its folder."
-        )
+    check_template(tokenizer)
     room = context_length - max_new_tokens
     tokenized = []
     for prompt in prompts:
@@ -142,6 +172,15 @@ def tokenize(
             )
         tokenized.append(TokenizedPrompt(prompt.id, ids, prompt.category))
     return tokenized
+
+
+def check_template(tokenizer: Any) -> None:
+    """PromptError where conversations cannot be written as tokens."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(
+            "the target's tokenizer has no chat template, so a conversation cannot be written as tokens. Put the "
+            "model's chat_template.jinja into its folder."
+        )
 
 
 def ngram_overlap(train_texts: Iterable[str], heldout_texts: Iterable[str], n: int) -> float:
@@ -224,7 +263,33 @@ def _prompt(value: dict[str, Any], where: str) -> Prompt:
     )
 
 
-def _messages(value: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
+def _given(value: dict[str, Any], where: str) -> Prompt:
+    """A conversation with its answers."""
+    if value.get("prompt") is not None or (value.get("messages") is None) == (value.get("turns") is None):
+        raise PromptError(
+            f"{where}: a given conversation is either `messages` that end with the assistant's, or `turns` with an "
+            f"answer to each in `reference`; the keys are {', '.join(map(repr, value)) or 'none'}"
+        )
+    if value.get("turns") is None:
+        messages = _messages(value, where, given=True)
+    else:
+        turns, answers = (_list(value.get(key), key, where) for key in ("turns", "reference"))
+        if len(turns) != len(answers):
+            raise PromptError(f"{where}: {len(turns)} turns and {len(answers)} answers in `reference`")
+        said = [text for pair in zip(turns, answers, strict=True) for text in pair]
+        messages = tuple(
+            {"role": ("user", "assistant")[n % 2], "content": _text(text, f"text {n + 1}", where)}
+            for n, text in enumerate(said)
+        )
+    return Prompt(
+        id=_id(value, messages, where),
+        messages=messages,
+        category=_optional_text(value.get("category"), "category", where),
+        split=_split(value.get("split"), where),
+    )
+
+
+def _messages(value: dict[str, Any], where: str, *, given: bool = False) -> tuple[dict[str, str], ...]:
     for key in ("tools", "functions"):
         if value.get(key):
             raise PromptError(f"{where}: `{key}` would change the prompt and is not supported; remove it")
@@ -235,11 +300,21 @@ def _messages(value: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
             raise PromptError(
                 f"{where}: {name} needs a `role` ({', '.join(_ROLES)}) and a `content`; it is {message!r:.120}"
             )
-        extra = sorted(key for key, item in message.items() if key not in ("role", "content") and item is not None)
+        thinks = given and message["role"] == "assistant" and message.get(REASONING) is not None
+        known = ("role", "content", *([REASONING] if thinks else []))
+        extra = sorted(key for key, item in message.items() if key not in known and item is not None)
         if extra:
             raise PromptError(f"{where}: {name} has {', '.join(extra)}; only `role` and `content` are supported")
-        messages.append({"role": message["role"], "content": _text(message.get("content"), name, where)})
-    if messages[-1]["role"] in ("assistant", "system"):
+        reasoning = {REASONING: _text(message[REASONING], f"{REASONING} of {name}", where)} if thinks else {}
+        messages.append({"role": message["role"], "content": _text(message.get("content"), name, where), **reasoning})
+    if given:
+        roles = [message["role"] for message in messages]
+        if roles[-1] != "assistant" or roles[0] == "assistant":
+            raise PromptError(
+                f"{where}: a given conversation begins with what was asked and ends with the assistant's answer; the "
+                f"first message is the {roles[0]}'s and the last the {roles[-1]}'s"
+            )
+    elif messages[-1]["role"] in ("assistant", "system"):
         raise PromptError(
             f"{where}: the last message is the {messages[-1]['role']}'s; the target writes the answer itself, so a "
             "conversation must end with the user. Remove that message."
@@ -293,8 +368,9 @@ def _kind(value: Any) -> str:
 
 
 def _check_no_leak(name: str, train: Iterable[Prompt], heldout: Iterable[Prompt]) -> None:
-    trained = {_normal(prompt.text): prompt.id for prompt in train}
-    leaks = [(p.id, trained[_normal(p.text)]) for p in heldout if _normal(p.text) in trained]
+    trained = {_normal(prompt.opening.text): prompt.id for prompt in train}
+    asked = [(p.id, _normal(p.opening.text)) for p in heldout]
+    leaks = [(held, trained[text]) for held, text in asked if text in trained]
     if leaks:
         pairs = ", ".join(f"{held} = {seen}" for held, seen in leaks[:3])
         raise PromptError(

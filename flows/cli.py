@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from eagle3.errors import Eagle3Error
-from flows import cli_layers, cli_probe
+from flows import cli_dump_store, cli_layers, cli_plan, cli_probe
 from flows.cli_dump import dump_app
 from flows.console import AsJson, err, out, print_json
 from infra.quiet import quiet_libraries
@@ -21,7 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="From prompts to an audited EAGLE-3 drafter.\n\nStart with [bold]eagle3 demo[/bold].",
 )
+cli_dump_store.add_to(dump_app)
 app.add_typer(dump_app, name="dump")
+app.command("plan", epilog=cli_plan.EPILOG)(cli_plan.plan)
 app.command("layers", epilog=cli_layers.EPILOG)(cli_layers.layers)
 app.command("probe", epilog=cli_probe.EPILOG)(cli_probe.probe)
 
@@ -120,7 +122,7 @@ def run(
     num_train: NumTrain = None,
     also: Also = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Print launch command, layer ids and sizes; start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print what `eagle3 plan` prints; start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the pipeline on the stack that is up, and follow it. Ctrl-C leaves it running."""

@@ -17,7 +17,8 @@ from infra.settings import Settings
 
 dump_app = typer.Typer(
     no_args_is_help=True,
-    help="Look at dumps, our own and other people's.\n\nExit codes: 0 proven, 1 refuted, 3 could not be checked.",
+    help="Look at dumps, our own and other people's; list, copy and remove our own.\n\n"
+    "Exit codes: 0 proven or done, 1 refuted, 3 could not be checked.",
 )
 
 Dump = Annotated[str, typer.Argument(metavar="DUMP", help="s3:// or file:// prefix, a folder, or a file.")]
@@ -48,7 +49,7 @@ Layout = Annotated[
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing elsewhere; call it with what is done and what there is in all (0: not known)."""
     if not err.is_terminal:
         yield lambda _done, _total: None
@@ -70,7 +71,7 @@ def verify(dump: Dump, as_json: AsJson = False) -> None:
     from infra.stack import connect
     from tasks.artifacts import verify_dump
 
-    with checking(), _progress("hashing") as on_progress:
+    with checking(), progress("hashing") as on_progress:
         report = verify_dump(dump, connect(Settings.load()), on_progress=on_progress)
     if as_json:
         print_json(report.model_dump(mode="json"))
@@ -101,7 +102,7 @@ def inspect(
     from tasks.dump_description import describe
     from tasks.dumps import open_dump
 
-    with checking(), _progress("reading") as on_progress:
+    with checking(), progress("reading") as on_progress:
         settings = connect(Settings.load())
         opened = open_dump(dump, settings, layout=layout, ids=ids)
         description = describe(opened, settings, statistics=statistics, on_progress=on_progress)
@@ -146,7 +147,7 @@ def attribute(
     from tasks.dumps import open_dump
 
     claimed = _points(claim)
-    with checking(), _progress("comparing samples") as on_progress:
+    with checking(), progress("comparing samples") as on_progress:
         settings = connect(Settings.load())
         opened = open_dump(dump, settings, layout=layout, ids=ids)
         try:
@@ -187,7 +188,7 @@ def compare(
     from tasks.dumps import compare as compare_dumps
     from tasks.dumps import open_dump
 
-    with checking(), _progress("reading") as on_progress:
+    with checking(), progress("reading") as on_progress:
         settings = connect(Settings.load())
         a, b = (open_dump(named, settings, ids=ids) for named in (first, second))
         comparison = compare_dumps(a, b, settings, on_progress)

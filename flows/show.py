@@ -92,11 +92,12 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"prompts      {plan.num_prompts} (from {plan.prompts_from}), answers of at most {plan.longest_answer} tokens",
         markup=False,
     )
-    console.print(
-        f"size         {plan.bytes_per_token} bytes a token; at most {plan.most_bytes / 1e9:.2f} GB for the answers, "
-        "the prompts' own tokens on top",
-        markup=False,
-    )
+    for heading, line in plan.estimate.lines().items():
+        console.print(f"{heading:<13}{line}", markup=False, soft_wrap=True)
+    for number, assumption in enumerate(plan.estimate.assumptions):
+        console.print(f"{'' if number else 'assumed':<13}{assumption}", markup=False, soft_wrap=True)
+    for number, room in enumerate(plan.rooms):
+        console.print(f"{'' if number else 'room':<13}{room.sentence()}", markup=False, soft_wrap=True)
     training = plan.training
     passes = "" if plan.passes is None else f", about {plan.passes:.1f} passes over the samples"
     console.print(

@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from eagle3.dump.manifest import Manifest
 from eagle3.evidence.attributed import Attribution, SlotAttribution, shift_in_words
 from eagle3.evidence.compare import Comparison
 from eagle3.evidence.statistics import RowStatistics
@@ -38,6 +39,7 @@ def print_description(description: Description, console: Console) -> None:
             "engine": f"{manifest.engine.name} {manifest.engine.version}",
             "live list": description.checks[0].value,
             "engine ids": description.checks[1].value,
+            "answers": _answers(manifest),
             "probe": "yes" if manifest.probe else "none",
             "files": f"{len(manifest.shards)} shards, {sum(file.bytes for file in manifest.files) / 1e6:.1f} MB in all",
             "digest": manifest.digest(),
@@ -55,6 +57,16 @@ def print_description(description: Description, console: Console) -> None:
     for check in description.checks:
         if check.verdict != "pass":
             console.print(plain(f"{check.verdict}: {check.sentence}"), markup=False, soft_wrap=True)
+
+
+def _answers(manifest: Manifest) -> str:
+    """Where they came from, and how many a length cap cut."""
+    generation, cut = manifest.generation, f"{manifest.num_cut} cut by the length cap"
+    if generation.given is None:
+        kept = "kept beside the shards" if manifest.shards[0].answers else "not kept as text"
+        return f"{generation.source}, at most {generation.max_new_tokens} tokens; {cut}; {kept}"
+    given = generation.given
+    return f"given (turns: {given.turns}, thinking parts: {given.thinking}); {cut}"
 
 
 def _ids(description: Description) -> str:

@@ -7,9 +7,11 @@ production has a real S3 server (EAGLE3_S3_ENDPOINT).
 import asyncio
 import hmac
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from infra.ports import LOOPBACK
 
 HEALTH_PATH = "/_ministack/health"
 _REFUSAL = b"<Error><Code>InvalidAccessKeyId</Code><Message>Not the key of this server.</Message></Error>"
+_NOT_KEPT = b"<Error><Code>InsufficientStorage</Code><Message>The disk of this server is full.</Message></Error>"
 COMMAND = [sys.executable, "-m", "infra.local_s3"]
 
 _Scope = MutableMapping[str, Any]
@@ -68,15 +71,71 @@ def guard(app: _App, access_key: str) -> _App:
     """
 
     async def guarded(scope: _Scope, receive: _Receive, send: _Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and _may_pass(scope, access_key.encode())):
+        if scope["type"] == "lifespan":
             await app(scope, receive, send)
+        elif scope["type"] == "http" and _may_pass(scope, access_key.encode()):
+            await _honest(app, scope, receive, send)
         elif scope["type"] == "http":
-            length = str(len(_REFUSAL)).encode()
-            headers = [(b"content-type", b"application/xml"), (b"content-length", length)]
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else _REFUSAL})
+            await _answer(scope, send, 403, _REFUSAL)
 
     return guarded
+
+
+async def _honest(app: _App, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    """Serve a request; where ministack could not write an object to the disk, answer 507 in place of its 200.
+
+    It would keep the object in memory only, write a warning to its log, and lose it at the next start.
+    """
+    failures: list[str] = []
+    _FAILURES.set(failures)
+    answer: list[MutableMapping[str, Any]] = []
+
+    async def hold(message: MutableMapping[str, Any]) -> None:
+        if scope["method"] == "GET":
+            await send(message)  # large, and it writes nothing
+        else:
+            answer.append(message)
+
+    await app(scope, receive, hold)
+    if failures:
+        await _forget(app, scope)
+        await _answer(scope, send, 507, _NOT_KEPT)
+        return
+    for message in answer:
+        await send(message)
+
+
+async def _forget(app: _App, scope: _Scope) -> None:
+    """Delete the object that a request has left in memory, so that it does not stand in the way of the next one."""
+    headers = [(name, value) for name, value in scope["headers"] if not name.lower().startswith(b"content-")]
+    deletion = {**scope, "method": "DELETE", "query_string": b"", "headers": headers}
+    said = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        return said.pop() if said else {"type": "http.disconnect"}
+
+    async def ignore(_message: MutableMapping[str, Any]) -> None:
+        pass
+
+    await app(deletion, receive, ignore)
+
+
+_FAILURES: ContextVar[list[str] | None] = ContextVar("failures", default=None)
+
+
+class _FailureLog(logging.Handler):
+    """Notes, for the request that is being served, what ministack says it could not write."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        failures, said = _FAILURES.get(), record.getMessage()
+        if failures is not None and said.startswith("Failed to persist"):
+            failures.append(said)
+
+
+async def _answer(scope: _Scope, send: _Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/xml"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
 def _may_pass(scope: _Scope, access_key: bytes) -> bool:
@@ -100,6 +159,7 @@ def main() -> None:
     from hypercorn.config import Config
     from ministack.app import app
 
+    logging.getLogger("s3").addHandler(_FailureLog())
     config = Config()
     config.bind = [f"{LOOPBACK}:{os.environ['GATEWAY_PORT']}"]
     config.loglevel = "WARNING"

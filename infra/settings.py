@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from eagle3.errors import Eagle3Error
@@ -30,9 +30,23 @@ class Settings(BaseSettings):
     s3_secret_key: SecretStr | None = None
     s3_retries: int = Field(3, ge=0, description="Attempts after the first one, per request")
     s3_timeout: float = Field(20.0, gt=0, description="Seconds to connect and to read")
-    s3_part_size: int = Field(64 * 2**20, ge=5 * 2**20, description="Bytes of one part; larger files go up in parts")
+    s3_part_size: int = Field(
+        8 * 2**20, ge=5 * 2**20, description="Bytes of one part; larger files go up in parts, at most 11 in memory"
+    )
 
     store: str = Field("s3://eagle3", pattern=r"^(s3|file)://", description="Where dumps and checkpoints go")
+    store_quota: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="Bytes that the store may hold, all objects together, e.g. 20TB; unset: no limit of ours",
+    )
+    dump_streaming: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether training reads a dump from the store as it goes; auto: where this disk cannot hold it",
+    )
+    dump_cache: ByteSize = Field(
+        ByteSize(16 * 2**30), ge=2**30, description="Bytes that streamed dumps may take on this disk, all together"
+    )
     mlflow_tracking_uri: str | None = Field(None, description="URL of the MLflow server; unset: the local stack's")
 
     ports: str = Field("20000-32767", pattern=r"^\d+-\d+$", description="Loopback ports that local servers may take")

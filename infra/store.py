@@ -10,6 +10,8 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -54,6 +56,16 @@ class StoreCorrupt(StoreError):
     """The bytes are not the ones that the digest names."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """An object as a listing shows it."""
+
+    key: str
+    bytes: int
+    modified: datetime
+    """When it was last written, by the store's clock, with its zone."""
+
+
 class Store(ABC):
     """Objects under one prefix. Every method raises a StoreError for what a user can mend. Safe to use from threads."""
 
@@ -80,6 +92,13 @@ class Store(ABC):
         """A small object. One larger than `max_bytes` is refused before it is read."""
 
     @abstractmethod
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes of an object from `start` on; StoreCorrupt where it ends before.
+
+        There is no digest of a part: the caller must have one.
+        """
+
+    @abstractmethod
     def get_file(self, key: str, path: Path, *, sha256: str | None = None, size: int | None = None) -> None:
         """Fetch an object to `path`, put in place only if its digest and its size in bytes are the expected ones.
 
@@ -88,8 +107,12 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def entries(self, prefix: str = "") -> Iterator[Stored]:
+        """Every object whose key starts with `prefix`, in order of the keys."""
+
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """(key, bytes) of every object whose key starts with `prefix`, in order of the keys."""
+        return ((entry.key, entry.bytes) for entry in self.entries(prefix))
 
     @abstractmethod
     def exists(self, key: str) -> bool: ...
@@ -205,6 +228,11 @@ def check_size(found: int, size: int, uri: str) -> None:
     """StoreCorrupt where an object's size is known to be wrong before it is read."""
     if found != size:
         raise StoreCorrupt(f"{uri} should have {size} bytes, it has {found}. {_CORRUPT}")
+
+
+def too_short(uri: str, start: int, length: int, found: int | None = None) -> StoreCorrupt:
+    came = "nothing is there" if found is None else f"{found} came"
+    return StoreCorrupt(f"{uri} should have {length} bytes from {start} on, {came}. {_CORRUPT}")
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> StoreError:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from infra.atomic import TEMP_PREFIX, new_file
@@ -11,6 +12,7 @@ from infra.store import (
     AlreadyExists,
     BadKey,
     Store,
+    Stored,
     StoreError,
     check_key,
     check_prefix,
@@ -19,6 +21,7 @@ from infra.store import (
     clear_os_errors,
     missing,
     too_large,
+    too_short,
     write_checked,
 )
 
@@ -53,6 +56,15 @@ class FolderStore(Store):
                 raise too_large(uri, size, max_bytes)
             return file.read(max_bytes)
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        uri = self.uri_of(key)
+        with _reading(uri), self._path(key).open("rb") as file:
+            file.seek(start)
+            data = file.read(length)
+        if len(data) != length:
+            raise too_short(uri, start, length, len(data))
+        return data
+
     def get_file(self, key: str, path: Path, *, sha256: str | None = None, size: int | None = None) -> None:
         uri = self.uri_of(key)
         with _reading(uri):
@@ -63,10 +75,10 @@ class FolderStore(Store):
             check_size(found, found if size is None else size, uri)
             write_checked(_chunks(source), path, sha256=sha256, size=found, uri=uri)
 
-    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+    def entries(self, prefix: str = "") -> Iterator[Stored]:
         check_prefix(prefix)
         folder = prefix.rpartition("/")[0]
-        found: list[tuple[str, int]] = []
+        found: list[Stored] = []
         with _reading(self.uri):
             start = self._path(folder) if folder else self._root
             for parent, _, names in os.walk(start):
@@ -74,8 +86,9 @@ class FolderStore(Store):
                     path = Path(parent, name)
                     key = path.relative_to(self._root).as_posix()
                     if key.startswith(prefix) and not name.startswith(TEMP_PREFIX) and path.is_file():
-                        found.append((key, path.stat().st_size))
-        return iter(sorted(found, key=lambda entry: entry[0].encode()))  # byte order, as S3 has it
+                        status = path.stat()
+                        found.append(Stored(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC)))
+        return iter(sorted(found, key=lambda entry: entry.key.encode()))  # byte order, as S3 has it
 
     def exists(self, key: str) -> bool:
         with _reading(self.uri_of(key)):

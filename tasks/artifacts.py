@@ -39,8 +39,8 @@ def fetch_dump(ref: DumpRef, settings: Settings) -> Path:
     What is fetched is compared with the manifest's sizes and sha256 on its way. Of a dump that was fetched before, the
     files that changed since are hashed again: WrongArtifact where one is not the manifest's.
     """
-    store, manifest = _named_dump(ref, settings)
-    folder = keep(_dump_folder(ref, settings), lambda path: _fetch(store, manifest, path, settings))
+    store, manifest = named_dump(ref, settings)
+    folder = keep(dump_folder(ref, settings), lambda path: _fetch(store, manifest, path, settings))
     _check_kept(folder, manifest, settings)
     return folder
 
@@ -48,8 +48,8 @@ def fetch_dump(ref: DumpRef, settings: Settings) -> Path:
 @contextmanager
 def fetch_again(ref: DumpRef, settings: Settings) -> Iterator[Path]:
     """The dump as its store holds it now, whatever was fetched before; kept for later stages that have none."""
-    store, manifest = _named_dump(ref, settings)
-    kept = _dump_folder(ref, settings)
+    store, manifest = named_dump(ref, settings)
+    kept = dump_folder(ref, settings)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".again-", dir=kept.parent) as scratch:
         fresh = Path(scratch) / ref.sha256
@@ -58,7 +58,8 @@ def fetch_again(ref: DumpRef, settings: Settings) -> Iterator[Path]:
         yield fresh if fresh.exists() else kept
 
 
-def _named_dump(ref: DumpRef, settings: Settings) -> tuple[Store, Manifest]:
+def named_dump(ref: DumpRef, settings: Settings) -> tuple[Store, Manifest]:
+    """A dump's store and manifest; WrongArtifact where another dump lies there than the reference names."""
     store = open_store(ref.uri, settings)
     manifest = read_manifest(ref.uri, store)
     if manifest.digest() != ref.sha256:
@@ -69,7 +70,8 @@ def _named_dump(ref: DumpRef, settings: Settings) -> tuple[Store, Manifest]:
     return store, manifest
 
 
-def _dump_folder(ref: DumpRef, settings: Settings) -> Path:
+def dump_folder(ref: DumpRef, settings: Settings) -> Path:
+    """Where a dump lies on this machine once it was fetched."""
     return settings.root / "cache" / "dumps" / ref.sha256
 
 

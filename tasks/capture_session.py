@@ -1,30 +1,28 @@
 """One extraction on one running server: its own words are checked, then every prompt is answered and captured."""
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from eagle3.conventions import EngineIds
 from eagle3.conventions.sglang import live_points
-from eagle3.dump.manifest import LiveCapture, ShardEntry
+from eagle3.dump.manifest import LiveCapture
 from eagle3.errors import Eagle3Error
-from eagle3.prompts import TokenizedPrompt
-from infra.store import Store
+from eagle3.prompts import GivenAnswers, TokenizedPrompt
 from tasks.params import ExtractParams
 from tasks.probe import judge_probe, take_probe
-from tasks.progress import StageProgress
 
 if TYPE_CHECKING:
     from eagle3.dump.probe import Probe
-    from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter
+    from eagle3.dump.writer import CapturedSample
     from eagle3.target import Target
     from infra.sglang.client import Generated, SglangClient
     from infra.sglang.info import ModelInfo, ServerInfo
     from infra.sglang.staging import LiveModel
 
-Source = Literal["while_answering", "answer_then_prefill"]
+Source = Literal["while_answering", "answer_then_prefill", "given"]
 
 
 class CaptureRefused(Eagle3Error):
@@ -103,18 +101,19 @@ class Session:
     ids: EngineIds
     staging: Path
     client: "SglangClient"
-    # In every rid: an attached server may have rows of an earlier session, or of another one, in the same folder.
+    # In every rid: an attached server may have rows of another session in the same folder. An extraction that is
+    # resumed has the name that it had.
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     def check_live_model(self, prompt: TokenizedPrompt) -> LiveCapture:
         """One request through the whole way, its rows read, before the bulk; and the tap's word on the live model."""
-        from infra.sglang.staging import read_live
+        from infra.sglang.staging import clear, read_live
 
-        rid = self._rid("check", 0)
-        answers: list[Generated] = []
-        self._answer([(rid, prompt.input_ids, 1, True)], answers.append)
+        rid = self.rid("check", 0)
+        answer = self.client.generate(prompt.input_ids, rid=rid, max_new_tokens=1, tap=True)
         live = check_live(read_live(self.staging), self.ids, self.target, self.params)
-        self.sample(prompt, rid, answers[0])
+        self.sample(prompt, rid, answer)
+        clear(self.staging, rid)
         return live
 
     def probe(self, prompts: Sequence[TokenizedPrompt]) -> "Probe":
@@ -128,50 +127,29 @@ class Session:
             raise CaptureRefused(f"before the first prompt, a probe of the running server says: {check.sentence}")
         return probe
 
-    def capture(
-        self, prompts: Sequence[TokenizedPrompt], source: Source, folder: Path, store: Store, progress: StageProgress
-    ) -> "DumpFiles":
-        """Every prompt answered and captured; a full shard goes to the store and leaves this disk."""
-        from eagle3.dump.writer import DumpWriter
-
-        progress.begin("answering and capturing", total=len(prompts))
-
-        def upload(path: Path, entry: ShardEntry) -> None:
-            store.put_file(entry.name, path, sha256=entry.sha256)
-            path.unlink()
-
-        writer = DumpWriter(
-            folder,
-            self.params.capture,
-            hidden_size=self.target.hidden_size,
-            shard_bytes=self.params.shard_mib * 2**20,
-            on_shard=upload,
-        )
-        if source == "while_answering":
-            self._while_answering(prompts, writer, progress)
-        else:
-            self._answer_then_prefill(prompts, writer, progress)
-        return writer.finish()
-
-    def sample(self, prompt: TokenizedPrompt, rid: str, answer: "Generated") -> "CapturedSample":
-        """The staged rows of request `rid` as a sample of the dump; the staged file is removed.
+    def sample(self, prompt: TokenizedPrompt, rid: str, answer: "Generated | GivenAnswers") -> "CapturedSample":
+        """The staged rows of request `rid` as a sample of the dump; the staged file stays.
 
         CaptureRefused with the tap's own reason where there are none.
         """
         from eagle3.dump.writer import CapturedSample
-        from infra.sglang.staging import clear, read_staged, staged_path, why_missing
+        from infra.sglang.staging import read_staged, staged_path, why_missing
 
         path = staged_path(self.staging, rid)
         if not path.exists():
             raise CaptureRefused(f"prompt {prompt.id}: no rows were captured: {why_missing(self.staging, rid)}")
         rows = read_staged(path, num_slots=len(self.params.capture.aux), hidden_size=self.target.hidden_size)
+        if isinstance(answer, GivenAnswers):
+            spans, texts, left_out = answer.spans, answer.texts, answer.left_out
+        else:
+            spans, texts, left_out = (), (answer.text,), 0
         read = (*prompt.input_ids, *answer.output_ids[:-1])  # the last token is never read
         if tuple(rows.input_ids.tolist()) != read:
             raise CaptureRefused(
                 f"prompt {prompt.id}: the captured rows belong to {len(rows.input_ids)} tokens that are not its prompt "
                 f"and answer ({len(read)} tokens were read): the states would be those of another text"
             )
-        sample = CapturedSample(
+        return CapturedSample(
             id=prompt.id,
             input_ids=rows.input_ids,
             last_token_id=answer.output_ids[-1],
@@ -179,56 +157,11 @@ class Session:
             output_tokens=len(answer.output_ids),
             finish_reason=answer.finish_reason,
             states=dict(zip(self.params.capture.points, (*rows.aux, rows.final), strict=True)),
+            spans=spans,
+            texts=texts,
+            left_out=left_out,
         )
-        clear(self.staging, rid)
-        return sample
 
-    def _while_answering(
-        self, prompts: Sequence[TokenizedPrompt], writer: "DumpWriter", progress: StageProgress
-    ) -> None:
-        by_rid = {self._rid("cap", n): prompt for n, prompt in enumerate(prompts)}
-
-        def take(answer: "Generated") -> None:
-            writer.add(self.sample(by_rid[answer.rid], answer.rid, answer))
-            progress.advance()
-
-        most = self.params.answers.max_new_tokens
-        self._answer([(rid, prompt.input_ids, most, True) for rid, prompt in by_rid.items()], take)
-
-    def _answer_then_prefill(
-        self, prompts: Sequence[TokenizedPrompt], writer: "DumpWriter", progress: StageProgress
-    ) -> None:
-        """Two passes: answers with decode graphs on; then prompt + answer read once, whose rows are prefill's."""
-        numbers = {self._rid("ans", n): n for n in range(len(prompts))}
-        answers: dict[int, Generated] = {}
-
-        def keep(answer: "Generated") -> None:
-            answers[numbers[answer.rid]] = answer
-            progress.advance(0.5)
-
-        most = self.params.answers.max_new_tokens
-        self._answer([(rid, prompts[n].input_ids, most, False) for rid, n in numbers.items()], keep)
-        prefills = {self._rid("cap", n): n for n in range(len(prompts))}
-
-        def take(prefilled: "Generated") -> None:
-            number = prefills[prefilled.rid]
-            writer.add(self.sample(prompts[number], prefilled.rid, answers[number]))
-            progress.advance(0.5)
-
-        texts = [(rid, (*prompts[n].input_ids, *answers[n].output_ids[:-1]), 1, True) for rid, n in prefills.items()]
-        self._answer(texts, take)
-
-    def _rid(self, kind: str, number: int) -> str:
+    def rid(self, kind: str, number: int) -> str:
+        """The name of a request, all of one width: SGLang aborts by prefix."""
         return f"{kind}-{self.name}-{number:06d}"
-
-    def _answer(
-        self, requests: Sequence[tuple[str, Sequence[int], int, bool]], on_done: "Callable[[Generated], None]"
-    ) -> None:
-        """Send requests (rid, input ids, most new tokens, tapped); `on_done` runs in this thread, as each arrives."""
-        from infra.sglang.client import GenerateRequest
-
-        batch = [
-            GenerateRequest(rid=rid, input_ids=tuple(ids), max_new_tokens=most, tap=tap)
-            for rid, ids, most, tap in requests
-        ]
-        self.client.generate_many(batch, streams=self.params.serving.streams, on_done=on_done)

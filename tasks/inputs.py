@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -13,6 +13,7 @@ from prefect.logging import get_run_logger
 
 from eagle3.capture import CaptureError, CaptureSpec
 from eagle3.conventions import EngineIds, ids_of
+from eagle3.conversations import tokenize_given
 from eagle3.digests import sha256_ids, sha256_json
 from eagle3.errors import Eagle3Error
 from eagle3.prompts import Prompt, PromptError, TokenizedPrompt, load_prompts, split_prompts, tokenize
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from infra.sglang.info import ServerInfo
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ROW_BYTES = 9  # beside the states: an int64 token id and a mask
+ROW_BYTES = 9  # beside the states: an int64 token id and a mask
 _TOUCHED = "checks/writable.txt"
 # SGLang's longest request, prompt and answer, has this many tokens more than its max_req_input_len (tp_worker.py).
 _INPUT_MARGIN = 5
@@ -59,18 +60,27 @@ class PromptFile:
 
 
 def prompts_sha256(prompts: Iterable[TokenizedPrompt]) -> str:
-    """Digest over prompts in order: ids and tokens."""
-    return sha256_json([[prompt.id, sha256_ids(prompt.input_ids)] for prompt in prompts])
+    """Digest over prompts in order: ids and tokens, and answers that are given."""
+    return sha256_json([[prompt.id, sha256_ids(prompt.input_ids), *_given_parts(prompt)] for prompt in prompts])
+
+
+def _given_parts(prompt: TokenizedPrompt) -> list[Any]:
+    given = prompt.given
+    return [] if given is None else [sha256_ids(given.output_ids), [[*span] for span in given.spans], given.left_out]
 
 
 def prompt_parts(prompts: PromptParams, answers: AnswerParams, target: "Target") -> tuple[PromptFile, PromptFile]:
-    """The training and the held-out prompts as tokens. Raises PromptError for any that cannot be asked."""
-    loaded = load_prompts(Path(prompts.file))
+    """The training and the held-out prompts as tokens. Raises PromptError for any that cannot be asked.
+
+    Where answers are given, the training prompts bring theirs; of held-out conversations the opening is asked.
+    """
+    given = answers.source == "given"
+    loaded = load_prompts(Path(prompts.file), given=given)
     train, heldout = split_prompts(
         loaded, num_train=prompts.num_train, num_heldout=prompts.num_heldout, seed=prompts.seed
     )
     return (
-        PromptFile(loaded.name, _tokens(train, answers, target), _ignored(train)),
+        PromptFile(loaded.name, (_given if given else _tokens)(train, answers, target), _ignored(train)),
         PromptFile(f"{loaded.name} (held out)", _tokens(heldout, answers, target), _ignored(heldout)),
     )
 
@@ -100,12 +110,16 @@ def named_apart(files: Sequence[PromptFile]) -> tuple[PromptFile, ...]:
 def _tokens(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
     return tuple(
         tokenize(
-            prompts,
+            [prompt.opening for prompt in prompts],
             target.tokenizer(),
             context_length=target.context_length,
             max_new_tokens=answers.max_new_tokens,
         )
     )
+
+
+def _given(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
+    return tuple(tokenize_given(prompts, target.tokenizer(), answers.given, context_length=target.context_length))
 
 
 def _ignored(prompts: Sequence[Prompt]) -> int:
@@ -122,7 +136,17 @@ def check_lengths(
     limit = info.max_req_input_len
     if limit is None:
         return
-    longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
+    given = max((p for p in prompts if p.given), key=_read_tokens, default=None)
+    if given is not None and _read_tokens(given) >= limit:
+        raise PromptError(
+            f"conversation {given.id} has {_read_tokens(given)} tokens, but this server takes prompts under {limit}: "
+            "enlarge the KV cache (serving.max_total_tokens) where the target's context is longer, or cut longer "
+            "conversations (answers.given.max_tokens, answers.given.too_long)"
+        )
+    asked = [prompt for prompt in prompts if not prompt.given]
+    if not asked:
+        return
+    longest = max(asked, key=lambda prompt: len(prompt.input_ids))
     tokens = len(longest.input_ids)
     most = limit if read_again else limit + _INPUT_MARGIN - 1
     if tokens < limit and tokens + max_new_tokens <= most:
@@ -134,11 +158,25 @@ def check_lengths(
     )
 
 
+def _read_tokens(prompt: TokenizedPrompt) -> int:
+    """How many tokens of a given conversation the target reads: all but the last."""
+    return len(prompt.input_ids) + prompt.most_answer_tokens(0) - 1
+
+
 def tell_ignored(*files: PromptFile) -> None:
     """Log what is not asked, in a flow run."""
     for file in files:
         if file.ignored_turns:
             get_run_logger().warning("%s: the first turn is asked, %d later ones not", file.name, file.ignored_turns)
+        cut = [prompt.given.left_out for prompt in file.prompts if prompt.given and prompt.given.left_out]
+        if cut:
+            get_run_logger().warning(
+                "%s: the length cap cuts %d of %d conversations, by %d messages",
+                file.name,
+                len(cut),
+                len(file.prompts),
+                sum(cut),
+            )
 
 
 def resolve_ids(capture: CaptureSpec, *, version: str, model_class: str, num_layers: int) -> EngineIds:
@@ -166,8 +204,8 @@ def bytes_per_token(capture: CaptureSpec, hidden_size: int, dtype: str) -> int:
 
 def most_bytes(prompts: Sequence[TokenizedPrompt], max_new_tokens: int, per_token: int) -> int:
     """Upper bound of a dump: every prompt's tokens and the longest answer, whose last token has no row."""
-    rows = sum(len(prompt.input_ids) + max_new_tokens - 1 for prompt in prompts)
-    return rows * (per_token + _ROW_BYTES)
+    rows = sum(len(prompt.input_ids) + prompt.most_answer_tokens(max_new_tokens) - 1 for prompt in prompts)
+    return rows * (per_token + ROW_BYTES)
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -11,10 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eagle3.acceptance.definitions import SpecSettings
 from eagle3.capture import CapturePoint, CaptureSpec
+from eagle3.conversations import GivenSettings
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from eagle3.training.config import TrainingConfig
 from infra.sglang.launch import CPU_MAX_TOKENS
+from tasks.estimate import PlanParams
 
 DEMO_TARGET = "smollm2"
 ALSO_PROMPTS = 24  # of each further prompt file
@@ -104,8 +106,9 @@ class PromptParams(_Params):
     file: str = Field(
         "examples/word_problems.jsonl",
         title="File",
-        description="JSON lines on the worker: `turns` (MT-bench), `messages` (OpenAI) or `prompt`. A relative path "
-        "starts in the project's folder; `eagle3 run` looks in your own folder first",
+        description="JSON lines on the worker: `turns` (MT-bench), `messages` (OpenAI) or `prompt`; where answers are "
+        "given, `messages` that end with one, or `turns` and `reference`. A relative path starts in the project's "
+        "folder; `eagle3 run` looks in your own folder first",
     )
     num_train: int | None = Field(None, ge=1, title="Training prompts", description="Unset: all that are not held out")
     num_heldout: int = Field(24, ge=1, title="Held-out prompts", description="For the benchmark; never trained on")
@@ -118,11 +121,13 @@ class AnswerParams(_Params):
     model_config = ConfigDict(frozen=True, extra="forbid", title="Answers")
 
     max_new_tokens: int = Field(96, ge=2, title="Longest answer", description="Tokens")
-    source: Literal["auto", "while_answering", "answer_then_prefill"] = Field(
+    source: Literal["auto", "while_answering", "answer_then_prefill", "given"] = Field(
         "auto",
         title="Capture",
-        description="while_answering needs decode graphs off; auto takes it where the server says so",
+        description="while_answering needs decode graphs off; auto takes it where the server says so. given: the "
+        "prompts file holds whole conversations, which the target reads and does not answer",
     )
+    given: GivenSettings = Field(GivenSettings(), description="Used where the answers are given")
 
 
 class ExtractParams(_Params):
@@ -140,6 +145,21 @@ class ExtractParams(_Params):
     answers: AnswerParams = AnswerParams()
     serving: ServingParams = ServingParams()
     shard_mib: int = Field(1024, ge=1, title="Shard size", description="MiB")
+    staging_mib: int = Field(
+        16384,
+        ge=1,
+        title="Staging",
+        description="Most MiB of rows and shards on the worker's disk at once (at least two shards): no prompt is sent "
+        "while more would wait for the store",
+    )
+    resume: str = Field(
+        "auto",
+        pattern=r"^(auto|new|(s3|file)://.+)$",
+        title="Resume",
+        description="auto: go on with an unfinished extraction of this name that asked for the same; new: leave it and "
+        "begin anew; or the URI of the one to go on with",
+    )
+    plan: PlanParams = PlanParams()
 
 
 class ValidateParams(_Params):
@@ -250,6 +270,7 @@ class PipelineParams(_Params):
         title="SGLang version of a plan",
         description="Used by a dry run on a machine without SGLang; a run takes the version that serves",
     )
+    plan: PlanParams = PlanParams()
     register_as: RegisterParams = RegisterParams()
 
     @model_validator(mode="after")
@@ -281,7 +302,7 @@ class PipelineParams(_Params):
             raise ParamsError(f"{where}: not the pipeline's parameters:\n" + "\n".join(lines)) from None
 
     def extraction(self) -> ExtractParams:
-        shared = {"name", "target", "prompts", "capture", "answers", "serving"}
+        shared = {"name", "target", "prompts", "capture", "answers", "serving", "plan"}
         return ExtractParams(**{field: getattr(self, field) for field in shared})
 
     def validation(self, dump: DumpRef) -> ValidateParams:

@@ -15,11 +15,12 @@ from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
 from infra.store import MissingObject
-from tasks.artifacts import drafter_folder, fetch_dump, keep, publish_checkpoint
+from tasks.artifacts import drafter_folder, keep, publish_checkpoint
 from tasks.params import TrainParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
 from tasks.targets import open_target, target_differences
+from tasks.training_data import open_training_data
 from tasks.validation import read_report
 
 if TYPE_CHECKING:
@@ -84,14 +85,13 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     from eagle3.drafter.checkpoint import contract_for, save_checkpoint
     from eagle3.drafter.config import DrafterConfig
     from eagle3.drafter.vocab import VocabMap, count_tokens
-    from eagle3.dump.reader import DumpReader
     from eagle3.training.dump_samples import split
     from eagle3.training.loop import Progress, train
     from eagle3.training.samples import TargetParts
 
     torch.set_num_threads(params.threads)
-    reader = DumpReader.open(fetch_dump(params.dump, settings), expect_sha256=params.dump.sha256)
-    manifest = reader.manifest
+    data = open_training_data(params.dump, settings)
+    manifest = data.reader.manifest
     target = open_target(params.target, settings)
     check_target(manifest, target)
     engine_ids = ids_of(
@@ -101,9 +101,14 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         model_class=target.model_class,
         num_layers=target.num_layers,
     )
-    if note := slow_reading(sum(shard.bytes for shard in manifest.shards), memory_bytes()):
+    if note := data.streamed or slow_reading(sum(shard.bytes for shard in manifest.shards), memory_bytes()):
         get_run_logger().warning(note)
-    samples, heldout = split(reader, params.heldout_samples)
+    samples, heldout = split(data.reader, params.heldout_samples, heldout_reader=data.heldout_reader)
+    if heldout and manifest.generation.source == "given":
+        get_run_logger().warning(
+            "the dump's answers were given: the simulated acceptance says how well the drafter follows that text, not "
+            "what the target would accept; the benchmark does"
+        )
     vocab = VocabMap.most_frequent(
         count_tokens(samples.tokens(), target.vocab_size),
         min(params.drafter.draft_vocab_size, target.vocab_size),
@@ -131,6 +136,8 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
             show,
             final=manifest.spec.final,
             device="cuda" if torch.cuda.is_available() else "cpu",
+            order=samples.drawn_by(params.training.seed),
+            read_ahead=data.read_ahead,
         )
     contract = contract_for(
         result.drafter,

@@ -174,6 +174,7 @@ def write_dump(
         "generation": generation,
         "num_samples": files.num_samples,
         "num_tokens": files.num_tokens,
+        "num_cut": files.num_cut,
         "shards": files.shards,
         "samples": files.samples,
         "probe": write_probe(folder / PROBE_NAME, probe) if isinstance(probe, Probe) else None,
@@ -252,7 +253,12 @@ def reseal(folder: Path, records: list[SampleRecord] | None = None, **changes: A
         (folder / SAMPLES_NAME).write_bytes(b"".join(lines))
     fields: dict[str, Any] = manifest.model_dump() | {
         "samples": FileEntry(**_size_and_digest(folder / SAMPLES_NAME)),
-        "shards": [entry.model_dump() | _size_and_digest(folder / entry.name) for entry in manifest.shards],
+        "shards": [
+            entry.model_dump()
+            | _size_and_digest(folder / entry.name)
+            | ({"answers": _size_and_digest(folder / entry.answers.name)} if entry.answers else {})
+            for entry in manifest.shards
+        ],
         "probe": FileEntry(**_size_and_digest(folder / manifest.probe.name)) if manifest.probe else None,
     }
     (folder / "manifest.json").unlink()

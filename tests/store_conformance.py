@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,18 @@ class StoreConformance:
         store.put_bytes("large", b"123456789")
         with pytest.raises(StoreError, match="9 bytes, at most 8"):
             store.get_bytes("large", max_bytes=8)
+
+    def test_a_range_comes_alone_and_never_shorter_than_asked(self, store: Store) -> None:
+        store.put_bytes("shard", bytes(range(256)))
+        assert store.get_range("shard", 0, 256) == bytes(range(256))
+        assert store.get_range("shard", 7, 3) == bytes([7, 8, 9])
+        assert store.get_range("shard", 255, 1) == bytes([255])
+        assert store.get_range("shard", 3, 0) == b""
+        for start, length in ((250, 7), (256, 1), (1000, 1)):
+            with pytest.raises(StoreCorrupt, match=f"/shard should have {length} bytes from {start} on"):
+                store.get_range("shard", start, length)
+        with pytest.raises(MissingObject, match="/nowhere does not exist"):
+            store.get_range("nowhere", 0, 1)
 
     @pytest.mark.parametrize("size", [0, 5, 3 * 2**20 + 1])
     def test_files_come_back_as_they_went(self, store: Store, tmp_path: Path, size: int) -> None:
@@ -128,6 +141,14 @@ class StoreConformance:
         assert [key for key, _ in store.list("b")] == ["b/1", "b/2", "b/é/ü", "bc"]
         assert list(store.list("nothing/here")) == []
 
+    def test_a_listing_says_when_each_object_was_last_written(self, store: Store) -> None:
+        before = datetime.now(UTC) - timedelta(seconds=2)  # S3 keeps whole seconds
+        store.put_bytes("b/2", b"22")
+        store.put_bytes("a", b"x")
+        first, second = store.entries()
+        assert [(first.key, first.bytes), (second.key, second.bytes)] == [("a", 1), ("b/2", 2)]
+        assert all(before <= entry.modified <= datetime.now(UTC) + timedelta(seconds=2) for entry in (first, second))
+
     def test_deleting_is_not_an_error_twice(self, store: Store) -> None:
         store.put_bytes("a", b"x")
         assert store.exists("a")
@@ -141,6 +162,7 @@ class StoreConformance:
             lambda: store.put_bytes(key, b""),
             lambda: store.put_file(key, tmp_path / "in", sha256="0" * 64),
             lambda: store.get_bytes(key, max_bytes=1),
+            lambda: store.get_range(key, 0, 1),
             lambda: store.get_file(key, tmp_path / "out", sha256="0" * 64, size=1),
             lambda: store.exists(key),
             lambda: store.delete(key),

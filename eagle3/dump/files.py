@@ -14,7 +14,7 @@ from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, F
 class OtherBytes(DumpError):
     """A file as long as the manifest says, with other bytes; `found` is its sha256."""
 
-    def __init__(self, path: Path, entry: FileEntry, found: str) -> None:
+    def __init__(self, path: Path | str, entry: FileEntry, found: str) -> None:
         super().__init__(
             f"{path} is not the file that the manifest names: its sha256 differs ({found[:12]}… instead of "
             f"{entry.sha256[:12]}…). A copy broke off, a disk failed, or somebody changed it (`eagle3 dump verify` "
@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise DumpError(
             f"{folder} has no {MANIFEST_NAME}: the dump does not exist, or extraction did not finish (it writes the "
-            "manifest last). Run the extraction again; it starts from the first prompt"
+            "manifest last). Run the extraction again with the same parameters; it goes on from what is stored"
         )
     with inside(folder, MANIFEST_NAME).open("rb") as file:
         return Manifest.parse(file.read(MAX_MANIFEST_BYTES + 1), where=str(path))

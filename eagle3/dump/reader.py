@@ -1,27 +1,28 @@
 """Read a dump: the manifest and the index at once, the states sample by sample from mapped files."""
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader, BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from eagle3.capture import CapturePoint
-from eagle3.dump.files import check_layout, check_size, inside, named_file, read_manifest
+from eagle3.dump.files import OtherBytes, check_layout, check_size, inside, read_manifest
 from eagle3.dump.manifest import DumpError, Manifest, SampleRecord, ShardEntry
+from eagle3.dump.shard_layout import expected_tensors
 from eagle3.dump.slots import SlotSample
 from eagle3.dump.writer import CU_SEQLENS, INPUT_IDS, LOSS_MASK
 from eagle3.errors import first_fault
 
-MAX_LINE_BYTES = 8192
+MAX_LINE_BYTES = 64 * 2**10  # places of up to 1024 answers, 20 characters each
 MAX_OPEN_SHARDS = 16
-
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,23 @@ class Sample:
         """The sample under its points' names, for attribution and comparison."""
         states = {str(point): state for point, state in self.states.items()}
         return SlotSample(self.id, self.input_ids, states, prompt_tokens=self.record.prompt_tokens)
+
+    def full_mask(self) -> torch.Tensor:
+        """[rows + 1] bool: the loss mask of `full_ids`. The last token ends the last answer."""
+        return torch.cat([self.loss_mask, torch.ones(1, dtype=torch.bool)])
+
+
+class SampleReader(Protocol):
+    """An open dump, wherever it lies: `DumpReader` maps a folder, `eagle3.dump.stream.StreamReader` fetches ranges."""
+
+    manifest: Manifest
+    records: list[SampleRecord]
+
+    def read(self, index: int) -> Sample:
+        """The sample at that place of samples.jsonl."""
+
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, loss mask), each [rows + 1], with the last token, which has no row; no state is read."""
 
 
 class DumpReader:
@@ -89,6 +107,11 @@ class DumpReader:
             states={point: shard.get_slice(point)[rows] for point in self.manifest.spec.points},
         )
 
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, loss mask), each [rows + 1]; no state is read."""
+        sample = self.read(index)
+        return sample.full_ids(), sample.full_mask()
+
     def samples_of(self, shard: int) -> range:
         """Indices of the samples in a shard."""
         return self._ranges[shard]
@@ -111,22 +134,31 @@ class DumpReader:
 
 def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:
     """The lines of samples.jsonl, checked against the manifest: size, digest, order, and no row in two samples."""
-    path = named_file(folder, manifest.samples)
-    records: list[SampleRecord] = []
+    path = inside(folder, manifest.samples.name)
+    check_size(path, manifest.samples.bytes)
     with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            if len(records) == manifest.num_samples:
-                raise DumpError(f"{path} has more lines than the {manifest.num_samples} samples of the manifest")
-            try:
-                records.append(SampleRecord.model_validate_json(line))
-            except ValidationError as error:
-                field, what = first_fault(error, "the line")
-                raise DumpError(f"{path}, line {len(records) + 1}: {field}: {what}") from None
+        return parse_records(file, manifest, str(path))
+
+
+def parse_records(file: BufferedReader | BytesIO, manifest: Manifest, path: str) -> list[SampleRecord]:
+    """The same from an open file, whose size is known to be right; `path` is named in errors."""
+    if (found := hashlib.file_digest(file, "sha256").hexdigest()) != manifest.samples.sha256:
+        raise OtherBytes(path, manifest.samples, found)
+    file.seek(0)
+    records: list[SampleRecord] = []
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(records) == manifest.num_samples:
+            raise DumpError(f"{path} has more lines than the {manifest.num_samples} samples of the manifest")
+        try:
+            records.append(SampleRecord.model_validate_json(line))
+        except ValidationError as error:
+            field, what = first_fault(error, "the line")
+            raise DumpError(f"{path}, line {len(records) + 1}: {field}: {what}") from None
     _check_records(path, manifest, records)
     return records
 
 
-def _check_records(path: Path, manifest: Manifest, records: list[SampleRecord]) -> None:
+def _check_records(path: str, manifest: Manifest, records: list[SampleRecord]) -> None:
     seen: set[str] = set()
     tokens, samples = [0] * len(manifest.shards), [0] * len(manifest.shards)
     previous = 0
@@ -156,6 +188,9 @@ def _check_records(path: Path, manifest: Manifest, records: list[SampleRecord]) 
             f"{path} holds {len(records)} samples and {sum(tokens)} rows; the manifest says {manifest.num_samples} "
             f"and {manifest.num_tokens}"
         )
+    cut = sum(record.finish_reason == "length" for record in records)
+    if manifest.schema_version > 2 and cut != manifest.num_cut:
+        raise DumpError(f"{path}: the length cap cut {cut} samples; the manifest says {manifest.num_cut}")
 
 
 def _open_shard(folder: Path, manifest: Manifest, entry: ShardEntry) -> Any:
@@ -165,12 +200,5 @@ def _open_shard(folder: Path, manifest: Manifest, entry: ShardEntry) -> Any:
         shard = safe_open(path, framework="pt")
     except SafetensorError as error:
         raise DumpError(f"{path} is not a safetensors file: {error}. Fetch the dump again, or extract again") from None
-    expected = {
-        INPUT_IDS: ("I64", [entry.tokens]),
-        LOSS_MASK: ("BOOL", [entry.tokens]),
-        CU_SEQLENS: ("I64", [entry.samples + 1]),
-    }
-    for point in manifest.spec.points:
-        expected[str(point)] = (_SAFETENSORS_NAMES[manifest.dtype], [entry.tokens, manifest.target.hidden_size])
-    check_layout(path, shard, expected)
+    check_layout(path, shard, expected_tensors(manifest, entry))
     return shard

@@ -1,18 +1,27 @@
 """Write a dump: samples come in, shards of whole samples go to the disk, the manifest follows last."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from eagle3.capture import CapturePoint, CaptureSpec
 from eagle3.digests import canonical_json, sha256_file, sha256_ids
-from eagle3.dump.content import DTYPES, content_digest, dtype_name, sample_digest
+from eagle3.dump.answers import KeptAnswers, answers_of, answers_path, write_answers
+from eagle3.dump.content import DTYPES, content_digest, dtype_name, loss_mask, sample_digest
 from eagle3.dump.files import publish
-from eagle3.dump.manifest import MANIFEST_NAME, SAMPLES_NAME, DumpError, FileEntry, SampleRecord, ShardEntry
+from eagle3.dump.manifest import (
+    MANIFEST_NAME,
+    SAMPLES_NAME,
+    DumpError,
+    FileEntry,
+    SampleRecord,
+    ShardEntry,
+    wrong_spans,
+)
+from eagle3.dump.shard_file import write_tensors
 from eagle3.errors import first_fault
 
 GIB = 2**30
@@ -25,6 +34,8 @@ class CapturedSample:
 
     Row i is token i and the state after reading it. rows = prompt_tokens + output_tokens - 1: the last token of the
     answer was never read by the target, it has an id (`last_token_id`) but no row.
+
+    A conversation has several answers: `spans` are their tokens [start, end), from `prompt_tokens` to the last token.
     """
 
     id: str
@@ -34,6 +45,9 @@ class CapturedSample:
     output_tokens: int
     finish_reason: str
     states: Mapping[CapturePoint, torch.Tensor]  # each [rows, H]
+    spans: tuple[tuple[int, int], ...] = ()
+    texts: tuple[str, ...] = ()  # of each answer; kept beside the shard where they are known
+    left_out: int = 0  # messages beyond the length cap
 
 
 @dataclass(frozen=True)
@@ -45,16 +59,59 @@ class DumpFiles:
     content_digest: str
     num_samples: int
     num_tokens: int
+    num_cut: int
     dtype: str
 
 
+@dataclass(frozen=True)
+class PackedShard:
+    """A shard and what lies in it, in order. The records' `shard` counts the shards of one writer."""
+
+    entry: ShardEntry
+    records: tuple[SampleRecord, ...]
+
+    def files(self, path: Path) -> list[tuple[Path, FileEntry]]:
+        """The files of a shard that lies at `path`, its answers (if they are kept) before the states."""
+        answers = self.entry.answers
+        return [*([(path.with_name(answers.name), answers)] if answers else []), (path, self.entry)]
+
+
+def assemble(folder: Path, packed: Sequence[PackedShard], *, dtype: str, samples_name: str = SAMPLES_NAME) -> DumpFiles:
+    """Number the shards as they stand in `packed` and write the list of their samples into `folder`.
+
+    The shards may come from several writers, and need not lie here. Raises DumpError where there is no sample, one
+    comes twice, or the disk refuses.
+    """
+    records = [
+        record.model_copy(update={"shard": place}) for place, shard in enumerate(packed) for record in shard.records
+    ]
+    if not records:
+        raise DumpError("a dump needs at least one sample; got none. Check the prompts and the server's answers")
+    if len({record.id for record in records}) < len(records):
+        raise DumpError("a sample is in two shards: every sample needs an id of its own")
+    lines = [canonical_json(record.model_dump(mode="json")) + b"\n" for record in records]
+    path = folder / samples_name
+    publish(path, lambda temporary: _write_lines(temporary, lines))
+    return DumpFiles(
+        shards=tuple(shard.entry for shard in packed),
+        samples=FileEntry(name=samples_name, bytes=path.stat().st_size, sha256=sha256_file(path)),
+        content_digest=content_digest((record.id, record.digest) for record in records),
+        num_samples=len(records),
+        num_tokens=sum(record.rows for record in records),
+        num_cut=sum(record.finish_reason == "length" for record in records),
+        dtype=dtype,
+    )
+
+
 class DumpWriter:
-    """Packs samples into shards of about `shard_bytes`; holds at most two shards in memory, never the dump.
+    """Packs samples into shards of about `shard_bytes`; holds one shard in memory, never the dump.
 
     A shard is a safetensors file: a tensor per capture point named by it [tokens, H], `input_ids` [tokens] int64,
     `loss_mask` [tokens] bool (True where the row's token belongs to the answer) and `cu_seqlens` [samples + 1] int64.
-    `on_shard(path, entry)` is called when a shard is whole on the disk; it may move the file away. A sample larger
-    than `shard_bytes` gets a shard of its own.
+    The answers' texts, where samples bring them, go into a file beside it (`shard.entry.answers`).
+    `on_shard(path, shard)` is called when both are whole on the disk; it may move them away. A sample larger
+    than `shard_bytes` gets a shard of its own. `stem` begins the names of the shards, `dtype` is that of the states
+    where it is known before the first sample.
 
     Raises DumpError: a sample that does not fit the spec, a folder that holds a finished dump, a disk that is full.
     """
@@ -67,17 +124,19 @@ class DumpWriter:
         hidden_size: int,
         vocab_size: int | None = None,
         shard_bytes: int = GIB,
-        on_shard: Callable[[Path, ShardEntry], None] | None = None,
+        stem: str = "shard",
+        dtype: str | None = None,
+        on_shard: Callable[[Path, PackedShard], None] | None = None,
     ) -> None:
         if (folder / MANIFEST_NAME).exists():
             raise DumpError(f"{folder} holds a finished dump (it has a manifest): choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._spec, self._on_shard = folder, spec, on_shard
         self._hidden_size, self._vocab_size, self._shard_bytes = hidden_size, vocab_size, shard_bytes
-        self._dtype: torch.dtype | None = None
-        self._records: list[SampleRecord] = []
+        self._stem = stem
+        self._dtype = DTYPES[dtype] if dtype else None
         self._ids: set[str] = set()
-        self._shards: list[ShardEntry] = []
+        self._shards: list[PackedShard] = []
         self._finished = False
         self._start_shard()
 
@@ -90,13 +149,15 @@ class DumpWriter:
         ids = _own(sample.input_ids)
         size = sum(state.nbytes for state in states.values()) + ids.nbytes
         if self._lengths and self._bytes + size > self._shard_bytes:
-            self._flush()
+            self.flush()
         record = self._record(sample, ids, states)
         self._dtype = states[self._spec.final].dtype
         for point, state in states.items():
             self._states[point].append(state)
         self._input_ids.append(ids)
-        self._masks.append(torch.arange(len(ids)) >= sample.prompt_tokens)
+        self._masks.append(loss_mask(record))
+        if sample.texts:
+            self._answers.append(answers_of(record, [*ids.tolist(), sample.last_token_id], sample.texts))
         self._lengths.append(len(ids))
         self._bytes += size
         self._records.append(record)
@@ -107,53 +168,52 @@ class DumpWriter:
         """Write the last shard and samples.jsonl. The dump exists only when `write_manifest` has followed."""
         if self._finished:
             raise DumpError("the dump was finished before")
-        if not self._records or self._dtype is None:
-            raise DumpError("a dump needs at least one sample; got none. Check the prompts and the server's answers")
-        if self._lengths:
-            self._flush()
-        self._finished = True
-        lines = [canonical_json(record.model_dump(mode="json")) + b"\n" for record in self._records]
-        path = self._folder / SAMPLES_NAME
-        publish(path, lambda temporary: _write_lines(temporary, lines))
-        return DumpFiles(
-            shards=tuple(self._shards),
-            samples=FileEntry(name=SAMPLES_NAME, bytes=path.stat().st_size, sha256=sha256_file(path)),
-            content_digest=content_digest((record.id, record.digest) for record in self._records),
-            num_samples=len(self._records),
-            num_tokens=sum(record.rows for record in self._records),
-            dtype=dtype_name(self._dtype),
-        )
+        self.flush()
+        self._finished = bool(self._shards)
+        return assemble(self._folder, self._shards, dtype=dtype_name(self._dtype) if self._dtype else "none")
 
     def _start_shard(self) -> None:
         self._states: dict[CapturePoint, list[torch.Tensor]] = {point: [] for point in self._spec.points}
         self._input_ids: list[torch.Tensor] = []
         self._masks: list[torch.Tensor] = []
         self._lengths: list[int] = []
+        self._records: list[SampleRecord] = []  # of the samples in this shard
+        self._answers: list[KeptAnswers] = []  # of the same, or none
         self._bytes = 0
 
-    def _flush(self) -> None:
-        tokens, samples = sum(self._lengths), len(self._lengths)
+    def flush(self) -> None:
+        """Write what is packed so far as a shard; nothing where nothing is."""
+        if not self._lengths:
+            return
         tensors = {
-            INPUT_IDS: torch.cat(self._input_ids),
-            LOSS_MASK: torch.cat(self._masks),
-            CU_SEQLENS: torch.tensor([0, *self._lengths]).cumsum(0),
+            INPUT_IDS: self._input_ids,
+            LOSS_MASK: self._masks,
+            CU_SEQLENS: [torch.tensor([0, *self._lengths]).cumsum(0)],
+            **{str(point): parts for point, parts in self._states.items()},
         }
-        for point in self._spec.points:  # one point at a time, so that a shard is never in memory twice
-            tensors[str(point)] = torch.cat(self._states.pop(point))
-        self._start_shard()
-        path = self._folder / f"shard-{len(self._shards):05d}.safetensors"
-        publish(path, lambda temporary: save_file(tensors, temporary))
+        path = self._folder / f"{self._stem}-{len(self._shards):05d}.safetensors"
+        answers = write_answers(answers_path(path), self._answers) if self._answers else None
+        digests: list[str] = []
+        publish(path, lambda temporary: digests.append(write_tensors(temporary, tensors)))
         entry = ShardEntry(
-            name=path.name, bytes=path.stat().st_size, sha256=sha256_file(path), samples=samples, tokens=tokens
+            name=path.name,
+            bytes=path.stat().st_size,
+            sha256=digests[0],
+            samples=len(self._lengths),
+            tokens=sum(self._lengths),
+            answers=answers,
         )
-        self._shards.append(entry)
+        shard = PackedShard(entry, tuple(self._records))
+        self._shards.append(shard)
+        self._start_shard()
         if self._on_shard is not None:
-            self._on_shard(path, entry)
+            self._on_shard(path, shard)
 
     def _record(
         self, sample: CapturedSample, ids: torch.Tensor, states: Mapping[CapturePoint, torch.Tensor]
     ) -> SampleRecord:
         ids_sha256 = sha256_ids([*ids.tolist(), sample.last_token_id])
+        spans = sample.spans if len(sample.spans) > 1 else ()
         try:
             return SampleRecord(
                 id=sample.id,
@@ -164,8 +224,10 @@ class DumpWriter:
                 output_tokens=sample.output_tokens,
                 last_token_id=sample.last_token_id,
                 finish_reason=sample.finish_reason,
+                spans=spans,
+                left_out=sample.left_out,
                 ids_sha256=ids_sha256,
-                digest=sample_digest(sample.id, ids_sha256, sample.prompt_tokens, states, self._spec.points),
+                digest=sample_digest(sample.id, ids_sha256, sample.prompt_tokens, states, self._spec.points, spans),
             )
         except ValidationError as error:
             field, what = first_fault(error)
@@ -187,6 +249,12 @@ class DumpWriter:
                 f"{sample.output_tokens} output tokens - 1), got {_describe(sample.input_ids)}. Rows go missing where "
                 "a prefix cache is on or a request is cut; do not pad them"
             )
+        if wrong := wrong_spans(sample.spans, sample.prompt_tokens, sample.output_tokens):
+            raise DumpError(f"{name}: {wrong}")
+        if sample.texts and len(sample.texts) != max(1, len(sample.spans)):
+            raise DumpError(f"{name} has {len(sample.texts)} texts for {max(1, len(sample.spans))} answers")
+        if self._records and bool(sample.texts) != bool(self._answers):
+            raise DumpError(f"{name}: the answers of all samples are kept, or of none; others of its shard differ")
         self._check_ids(name, [int(sample.input_ids.min()), int(sample.input_ids.max()), sample.last_token_id])
         if set(sample.states) != set(self._spec.points):
             raise DumpError(

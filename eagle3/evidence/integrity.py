@@ -18,7 +18,12 @@ class Content:
     def see(self, sample: Sample) -> None:
         record = sample.record
         digest = sample_digest(
-            sample.id, record.ids_sha256, record.prompt_tokens, sample.states, self._manifest.spec.points
+            sample.id,
+            record.ids_sha256,
+            record.prompt_tokens,
+            sample.states,
+            self._manifest.spec.points,
+            record.spans,
         )
         self._digests.append((sample.id, digest))
         if digest != record.digest:

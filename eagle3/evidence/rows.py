@@ -3,6 +3,8 @@
 import torch
 
 from eagle3.digests import sha256_ids
+from eagle3.dump.answers import KeptAnswers, read_answers
+from eagle3.dump.content import loss_mask
 from eagle3.dump.manifest import DumpError, Manifest
 from eagle3.dump.reader import DumpReader, Sample
 from eagle3.evidence.examination import Findings
@@ -62,12 +64,23 @@ class Completeness:
 
 
 class TokenIds:
-    """`token_ids`: ids as hashed at capture and inside the vocabulary; a loss mask that marks the answers."""
+    """`token_ids`: ids as hashed at capture and inside the vocabulary; a loss mask that marks the answers, and kept
+    answers that are these."""
 
     def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
         self._vocab_size = manifest.target.vocab_size
         self._rows, self._answer_rows = 0, 0
         self._wrong = Findings()
+        self._kept: dict[str, KeptAnswers] = {}  # of the shard whose samples come
+
+    def see_shard(self, reader: DumpReader, shard: int) -> None:
+        """The answers that are kept beside a shard, where they are; its samples come next."""
+        self._kept = {}
+        try:
+            self._kept = {kept.id: kept for kept in read_answers(reader.folder, self._manifest.shards[shard])}
+        except DumpError as error:
+            self._wrong.add(str(error))
 
     def see(self, sample: Sample) -> None:
         record, ids = sample.record, sample.full_ids()
@@ -76,10 +89,20 @@ class TokenIds:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
         if len(outside):
             self._wrong.add(f"sample {sample.id!r}: id {int(outside[0])} is outside 0 ... {self._vocab_size - 1}")
-        if not torch.equal(sample.loss_mask, torch.arange(record.rows) >= record.prompt_tokens):
-            self._wrong.add(f"sample {sample.id!r}: the loss mask does not mark its answer")
+        if not torch.equal(sample.loss_mask, loss_mask(record)):
+            self._wrong.add(f"sample {sample.id!r}: the loss mask does not mark its answers")
+        self._see_answers(sample, ids)
         self._rows += record.rows
         self._answer_rows += int(sample.loss_mask.sum())
+
+    def _see_answers(self, sample: Sample, ids: torch.Tensor) -> None:
+        record = sample.record
+        if self._manifest.shards[record.shard].answers is None:
+            return
+        kept = self._kept.get(sample.id)
+        places = [tuple(ids[start:end].tolist()) for start, end in record.answer_spans]
+        if kept is None or [answer.token_ids for answer in kept.answers] != places:
+            self._wrong.add(f"sample {sample.id!r}: the kept answers are not the tokens under its loss mask")
 
     def conclude(self) -> list[Check]:
         sentence = "Token ids and loss mask are those of the prompts and answers."

@@ -5,6 +5,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
+import torch
+
 from eagle3.dump.manifest import Manifest
 from eagle3.dump.reader import Sample
 from eagle3.dump.slots import SlotSample
@@ -35,7 +37,10 @@ class AnswersExamination(Protocol):
 
 
 def examine_answers(manifest: Manifest, parts: FinalStateParts, *, answer_tokens: int) -> AnswersExamination:
-    """`final_state`, as the answers came about: token for token where they are greedy, by likelihood where sampled."""
+    """`final_state`, as the answers came about: token for token where they are greedy, by likelihood where they were
+    sampled or given."""
+    if manifest.generation.source == "given":
+        return GivenText(manifest, parts, answer_tokens=answer_tokens)
     if manifest.generation.temperature > 0:
         return SampledAnswers(manifest, parts, answer_tokens=answer_tokens)
     return FinalState(manifest, parts, answer_tokens=answer_tokens)
@@ -54,7 +59,7 @@ class SampledAnswers:
 
     def see(self, sample: Sample) -> None:
         record = sample.record
-        self._judged.see(sample, record.prompt_tokens - 1, record.rows, first=record.prompt_tokens)
+        self._judged.see(sample, torch.arange(record.prompt_tokens - 1, record.rows), first=record.prompt_tokens)
 
     def offsets(self) -> tuple[OffsetAgreement, ...]:
         return _offsets(self._judged.judgement)
@@ -101,6 +106,41 @@ class SampledAnswers:
         return "pass", f"{how}, and they are as likely as their rows expect, at offset 0 and at no other."
 
 
+class GivenText:
+    """`final_state` of answers that somebody else gave: they must be cheaper at offset 0 than at any other.
+
+    The target need not agree with them, so nothing is said where it does not predict them at all.
+    """
+
+    def __init__(self, manifest: Manifest, parts: FinalStateParts, *, answer_tokens: int) -> None:
+        self._judged = _Judged(manifest, parts, answer_tokens, MAX_ROWS)
+
+    def see(self, sample: Sample) -> None:
+        rows = [torch.arange(start - 1, end - 1) for start, end in sample.record.answer_spans]
+        self._judged.see(sample, torch.cat(rows))
+
+    def offsets(self) -> tuple[OffsetAgreement, ...]:
+        return _offsets(self._judged.judgement)
+
+    def conclude(self) -> list[Check]:
+        found = self._judged.judgement
+        if self._judged.obstacle:
+            verdict, sentence = "fail", f"The final state could not be judged: {self._judged.obstacle}."
+        else:
+            verdict, sentence = text_sentence(
+                found, "given answers", undecided="warn", rest="Attribution and the probe decide."
+            )
+        return [
+            Check(
+                name="final_state",
+                verdict=verdict,
+                value=_measured(found, self._judged.obstacle),
+                threshold=f"where answers are predictable: -log p at offset 0 at most {RATIO:.0%} of any other's",
+                sentence=sentence,
+            )
+        ]
+
+
 class PromptRows:
     """`prompt_rows`: the rows of the prompts against the prompts' own tokens, which the target only reads.
 
@@ -112,7 +152,7 @@ class PromptRows:
         self._judged = _Judged(manifest, parts, prompt_tokens, PROMPT_ROWS)
 
     def see(self, sample: Sample) -> None:
-        self._judged.see(sample, 0, sample.record.prompt_tokens - 1)
+        self._judged.see(sample, torch.arange(sample.record.prompt_tokens - 1))
 
     def conclude(self) -> list[Check]:
         found = self._judged.judgement
@@ -193,10 +233,12 @@ class _Judged:
         self._tokens, self._most, self.samples = tokens, most, 0
         self._rows = TextRows(parts, manifest.target.vocab_size, normed=self._point == "norm", drawn_at=drawn_at)
 
-    def see(self, sample: Sample, start: int, stop: int, *, first: int = 0) -> None:
-        if self.obstacle or start >= stop or stop > len(sample.input_ids):  # missing rows: `completeness` says so
+    def see(self, sample: Sample, rows: torch.Tensor, *, first: int = 0) -> None:
+        """rows: [n], in order."""
+        count = len(rows)
+        if self.obstacle or not count or rows[-1] >= len(sample.input_ids):  # missing rows: `completeness` says so
             return
-        rows = share_of_rows(start, stop, of=self._tokens, most=self._most, least=ROWS_PER_SAMPLE)
+        rows = rows[share_of_rows(0, count, of=self._tokens, most=self._most, least=ROWS_PER_SAMPLE)]
         self._rows.add(sample.id, sample.states[self._point], sample.full_ids(), rows, first=first)
         self.samples += 1
 

@@ -41,10 +41,11 @@ def validate_dump(
     completeness, norms = Completeness(manifest), RowNorms(manifest)
     final_state = examine_answers(manifest, parts, answer_tokens=sum(r.output_tokens for r in reader.records))
     probe, broken = _probe_of(reader)
+    token_ids = TokenIds(manifest)
     examinations: tuple[Examination, ...] = (
         Content(manifest),
         completeness,
-        TokenIds(manifest),
+        token_ids,
         norms,
         DistinctSlots(manifest),
         Embed(manifest, parts.embedding),
@@ -66,8 +67,10 @@ def validate_dump(
             files.see_file(small)
     unread = Findings()
     for shard, entry in enumerate(manifest.shards):
-        files.see_file(entry)  # just before its samples, which then come from memory
+        for file in (entry, *([entry.answers] if entry.answers else [])):
+            files.see_file(file)  # just before its samples, which then come from memory
         completeness.see_shard(reader, shard)
+        token_ids.see_shard(reader, shard)
         for index in reader.samples_of(shard):
             try:
                 sample = reader.read(index)

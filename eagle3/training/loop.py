@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from eagle3.capture import CapturePoint
 from eagle3.drafter.config import DrafterConfig
 from eagle3.drafter.model import Drafter
 from eagle3.drafter.vocab import VocabMap
+from eagle3.dump.prefetch import Prefetch
 from eagle3.training.config import TrainingConfig
 from eagle3.training.initialise import initialise
 from eagle3.training.loss import StepMetrics, training_batch, unroll_loss, valid_states
@@ -81,10 +83,14 @@ def train(
     *,
     final: CapturePoint = NORM,
     device: torch.device | str = "cpu",
+    order: Callable[[Sequence[int]], Iterator[int]] | None = None,
+    read_ahead: int = 0,
 ) -> TrainResult:
     """Train a drafter on captured samples.
 
-    `samples` may be lazy (read from disk on access); `final` is the point where their final states were captured. With
+    `samples` may be lazy (read from disk on access); `final` is the point where their final states were captured.
+    `order(places)` draws endlessly from the places in `samples` that have a token to learn; by default every epoch is a
+    new shuffle. `read_ahead` batches are read by a thread while others are trained on: it changes no result. With
     `heldout` the metrics hold the simulated acceptance before and after, and the loss per step. Raises TrainingError
     for samples or parts that do not fit or hold NaN, where no token is under the loss mask, or where the loss explodes.
     """
@@ -98,7 +104,7 @@ def train(
         )
     started = time.perf_counter()
     parts = parts.to(torch.device(device))
-    valid = _prepare([samples, heldout], parts, drafter_config, vocab, config, final, report)
+    valid = _prepare([samples, heldout], parts, drafter_config, vocab, config, final, report, read_ahead)
     trainable = [i for i, v in enumerate(valid[0]) if bool(v.any())]
     if not trainable:
         raise TrainingError(
@@ -120,7 +126,8 @@ def train(
     if heldout:
         before = simulate_acceptance(drafter, vocab, parts.embedding, heldout, num_steps=config.num_draft_steps)
         metrics["heldout_acceptance_length_before"] = before.length
-    history = trainer.run(samples, valid[0], trainable, generator, report)
+    draws = order(trainable) if order is not None else _shuffled(trainable, generator)
+    history = trainer.run(samples, valid[0], draws, report, read_ahead)
     metrics |= trainer.totals()
 
     acceptance = None
@@ -143,18 +150,19 @@ def _prepare(
     config: TrainingConfig,
     final: CapturePoint,
     report: Callable[[Progress], None],
+    read_ahead: int,
 ) -> list[list[Tensor]]:
     """Check every sample, and find its valid states once: the full-vocabulary head is the dearest part of a step."""
     total, done, started = sum(len(s) for s in sets), 0, time.perf_counter()
     valid: list[list[Tensor]] = [[] for _ in sets]
     for number, samples in enumerate(sets):
-        for index in range(len(samples)):
-            sample = samples[index]
-            check_sample(sample, drafter_config, max(config.num_unroll_steps, config.num_draft_steps))
-            valid[number].append(valid_states(sample, parts, vocab, final))
-            done += 1
-            left = (time.perf_counter() - started) / done * (total - done)
-            report(Progress("prepare", done / total, left))
+        with Prefetch((samples[index] for index in range(len(samples))), read_ahead) as ready:
+            for sample in ready:
+                check_sample(sample, drafter_config, max(config.num_unroll_steps, config.num_draft_steps))
+                valid[number].append(valid_states(sample, parts, vocab, final))
+                done += 1
+                left = (time.perf_counter() - started) / done * (total - done)
+                report(Progress("prepare", done / total, left))
     return valid
 
 
@@ -186,30 +194,33 @@ class _Trainer:
         self,
         samples: Sequence[TrainingSample],
         valid: Sequence[Tensor],
-        trainable: Sequence[int],
-        generator: torch.Generator,
+        draws: Iterator[int],
         report: Callable[[Progress], None],
+        read_ahead: int,
     ) -> list[StepRecord]:
         """Train until the budget is spent, at least one step."""
         history: list[StepRecord] = []
         clock, cpu_clock = time.perf_counter(), time.process_time()
         fraction = 0.0
-        for chosen in _batches(trainable, self.config.batch_size, generator):
-            log = self.step % self.config.log_every == 0
-            record = self._step([samples[i] for i in chosen], [valid[i] for i in chosen], fraction, log)
-            self.seconds, self.cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
-            fraction = self._spent() / self.config.budget
-            if record is not None:
-                history.append(record)
-                left = self.seconds * (1 - fraction) / fraction if fraction < 1 else 0.0
-                top1 = tuple(m.top1 for m in record.steps)
-                report(
-                    Progress("train", min(1.0, fraction), left, self.step, record.loss, top1, self.rows / self.seconds)
-                )
-            if fraction >= 1:
-                break
+        batches = ([(i, samples[i]) for i in islice(draws, self.config.batch_size)] for _ in count())
+        with Prefetch(batches, read_ahead) as ready:
+            for batch in ready:
+                log = self.step % self.config.log_every == 0
+                record = self._step([sample for _, sample in batch], [valid[i] for i, _ in batch], fraction, log)
+                self.seconds, self.cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
+                fraction = self._spent() / self.config.budget
+                if record is not None:
+                    history.append(record)
+                    left = self.seconds * (1 - fraction) / fraction if fraction < 1 else 0.0
+                    report(self._progress(record, fraction, left))
+                if fraction >= 1:
+                    break
         report(Progress("train", 1.0, 0.0, self.step))
         return history
+
+    def _progress(self, record: StepRecord, fraction: float, left: float) -> Progress:
+        top1 = tuple(m.top1 for m in record.steps)
+        return Progress("train", min(1.0, fraction), left, self.step, record.loss, top1, self.rows / self.seconds)
 
     def totals(self) -> dict[str, float]:
         return {
@@ -293,11 +304,7 @@ class _Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bf16)
 
 
-def _batches(indices: Sequence[int], size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Endless batches: every sample once per epoch in a new order; a batch may span two epochs."""
-    waiting: list[int] = []
+def _shuffled(places: Sequence[int], generator: torch.Generator) -> Iterator[int]:
+    """Endless: every place once per epoch in a new order."""
     while True:
-        while len(waiting) < size:
-            waiting += [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
-        yield waiting[:size]
-        waiting = waiting[size:]
+        yield from (places[i] for i in torch.randperm(len(places), generator=generator).tolist())

@@ -23,9 +23,11 @@ from infra.lineage.dataset import PromptSet
 from infra.lineage.errors import LineageError
 from infra.lineage.render import render
 from infra.lineage.tree import LineageTree
+from infra.lineage.uses import DumpUse
 from infra.lineage.write import Lineage, TrainingRecord
 
 __all__ = [
+    "DumpUse",
     "Lineage",
     "LineageError",
     "LineageTree",

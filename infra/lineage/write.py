@@ -17,6 +17,7 @@ from infra.lineage.dataset import DumpDataset, PromptSet, names_dump
 from infra.lineage.errors import LineageError
 from infra.lineage.runs import datasets, find_recorded, new_run, runs_with_dump
 from infra.lineage.tree import LineageTree
+from infra.lineage.uses import DumpUse, dump_uses
 from infra.lineage.walk import walk
 
 if TYPE_CHECKING:  # for their types alone: their packages import torch
@@ -223,6 +224,11 @@ class Lineage:
             return next(dataset for dataset in datasets(run, names.OUTPUT) if names_dump(dataset, ref))
         return DumpDataset(ref).entity()
 
+    def dump_uses(self) -> tuple[DumpUse, ...]:
+        """Every dump that the lineage of a registered drafter names, with the version that names it."""
+        with self._connection.errors_of("list the dumps that registered drafters rest on"):
+            return dump_uses(self._connection)
+
     def walk(self, name: str, alias_or_version: str) -> LineageTree:
         """From a version back to the target; every link is looked up and every digest compared."""
         with self._connection.errors_of(f"walk the lineage of {name}"):
@@ -230,7 +236,7 @@ class Lineage:
 
 
 def _extraction_params(manifest: Manifest) -> dict[str, Any]:
-    engine = manifest.engine
+    engine, given = manifest.engine, manifest.generation.given
     return {
         names.CAPTURE_POINTS: list(manifest.spec.aux),
         names.CAPTURE_FINAL: str(manifest.spec.final),
@@ -248,8 +254,10 @@ def _extraction_params(manifest: Manifest) -> dict[str, Any]:
         "dump.dtype": manifest.dtype,
         "dump.num_samples": manifest.num_samples,
         "dump.num_tokens": manifest.num_tokens,
+        "dump.num_cut": manifest.num_cut,
         "git_commit": manifest.git_commit,
-        **{f"generation.{k}": v for k, v in manifest.generation.model_dump(mode="json").items()},
+        **{f"generation.{k}": v for k, v in manifest.generation.model_dump(mode="json", exclude={"given"}).items()},
+        **{f"given.{k}": v for k, v in (given.model_dump(mode="json") if given else {}).items()},
         **{f"flag.{k}": v for k, v in manifest.engine.flags.items()},
     }
 

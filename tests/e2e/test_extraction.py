@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 
+from eagle3.conversations import GivenSettings
+from eagle3.dump.answers import read_answers
 from eagle3.dump.probe import read_dump_probe
 from eagle3.dump.reader import DumpReader
 from eagle3.evidence.probe_checks import delivered
@@ -97,6 +99,42 @@ def test_answer_then_prefill_captures_the_same_rows_as_while_answering(
         probe = read_dump_probe(dump.folder, dump.manifest)
         assert probe is not None
         assert all(slot.fits for slot in delivered(probe))
+
+
+def test_given_conversations_are_read_and_their_dump_is_validated(
+    command: Command, config: Path, tmp_path: Path, stack_settings: Settings
+) -> None:
+    lines = []
+    for n in range(14):
+        said = [
+            f"Tom has {n} apples.",
+            f"<think>It is {n}.</think>The sum is {n}.",
+            "And buys 4 more?",
+            f"{n}, Tom! " * n,
+        ]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text or "."} for i, text in enumerate(said)]
+        lines.append(json.dumps({"id": f"c{n:02d}", "split": "heldout" if n < 4 else "train", "messages": messages}))
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    params = {key: value for key, value in yaml.safe_load(config.read_text()).items() if key in EXTRACTION}
+    params["name"] = "given"
+    params["prompts"] |= {"file": str(tmp_path / "talks.jsonl"), "num_train": None, "num_heldout": 4}
+    params["answers"] = {"source": "given", "given": {"thinking": "mask", "max_tokens": 120, "too_long": "cut"}}
+    extracted = result_of(run_flow(command, "extract", params))
+    dump = DumpReader.open(fetch_dump(DumpRef(**extracted["dump"]), stack_settings))
+
+    assert dump.manifest.generation.source == "given"
+    assert dump.manifest.generation.given == GivenSettings(thinking="mask", max_tokens=120, too_long="cut")
+    assert 0 < dump.manifest.num_cut < len(dump) == 10
+    for shard in range(len(dump.manifest.shards)):
+        kept = read_answers(dump.folder, dump.manifest.shards[shard])
+        for index, answers in zip(dump.samples_of(shard), kept, strict=True):
+            sample = dump.read(index)
+            assert answers.cut == (sample.record.left_out > 0)
+            said = [list(answer.token_ids) for answer in answers.answers]
+            assert said == [sample.full_ids()[a:b].tolist() for a, b in sample.record.answer_spans]
+            assert "think" not in "".join(answer.text for answer in answers.answers)
+    checked = result_of(run_flow(command, "validate", {"dump": extracted["dump"], "target": params["target"]}))
+    assert checked["verdict"] != "fail", checked
 
 
 def test_an_attached_server_gives_the_same_rows_and_stays_up(

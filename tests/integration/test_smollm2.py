@@ -4,12 +4,15 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from eagle3.capture import CapturePoint
 from eagle3.conventions import ids_of
+from eagle3.conversations import GivenSettings, tokenize_given
+from eagle3.prompts import Prompt
 from eagle3.target import Target
 from infra.settings import Settings
 from infra.sglang.client import GenerateRequest
@@ -67,6 +70,43 @@ def test_its_greedy_answers_are_sensible(made: Path) -> None:
     states = target.hidden_states(model, tokenizer("The capital of France").input_ids)
     assert len(states) == 32
     assert states[CapturePoint("norm")].isfinite().all()
+
+
+def test_an_answer_given_back_becomes_the_tokens_that_it_was_written_with(made: Path) -> None:
+    """So a given conversation under its own template is what the target would have read and said."""
+    tokenizer = Target.open(made).tokenizer()
+    said = [
+        "What is the capital of France?",
+        "<think>France 😀?</think>The capital of France is Paris.",
+        "2 + 2?",
+        "4.",
+    ]
+    messages = tuple({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said))
+    conversation = Prompt("c", messages)
+
+    def learned(**settings: Any) -> list[list[int]]:
+        [sample] = tokenize_given([conversation], tokenizer, GivenSettings(**settings), context_length=8192)
+        assert sample.given is not None
+        ids = [*sample.input_ids, *sample.given.output_ids]
+        assert len(sample.input_ids) == sample.given.spans[0][0]
+        return [ids[start:end] for start, end in sample.given.spans]
+
+    def written(text: str) -> list[int]:
+        return [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+
+    assert learned() == [written(said[1]), written(said[3])]
+    assert learned(turns="last") == [written(said[3])]
+    assert (
+        learned(thinking="mask")
+        == learned(thinking="remove")
+        == [
+            written("The capital of France is Paris."),
+            written(said[3]),
+        ]
+    )
+    asked = tokenizer.apply_chat_template([messages[0]], add_generation_prompt=True, return_dict=False)
+    [sample] = tokenize_given([conversation], tokenizer, GivenSettings(), context_length=8192)
+    assert list(sample.input_ids) == asked
 
 
 def test_its_tokenizer_splits_digits_one_by_one(made: Path) -> None:

@@ -29,9 +29,10 @@ COMMANDS = [
     ["down"],
     ["status"],
     ["run"],
+    ["plan"],
     ["layers"],
     ["lineage"],
-    *(["dump", c] for c in ("verify", "inspect", "attribute", "compare")),
+    *(["dump", c] for c in ("verify", "inspect", "attribute", "compare", "ls", "show", "copy", "prune")),
     ["doctor"],
 ]
 
@@ -122,8 +123,8 @@ def test_kimi_is_planned_without_its_files() -> None:
     assert "--return-aux-hidden-state-layer-ids 3 31 59" in command
     assert "--tp-size 8" in command
     assert "--device cuda" in command
-    assert plan["bytes_per_token"] == 4 * 7168 * 2
-    assert plan["most_bytes"] == 57344 * 2048 * 30000
+    assert plan["estimate"]["bytes_per_token"] == 4 * 7168 * 2
+    assert plan["estimate"]["most_bytes"] == (57344 + 9) * (400 + 2048 - 1) * 30000
     assert not any(key.startswith("SGLANG_USE_CPU") for key in plan["environment"])
 
 

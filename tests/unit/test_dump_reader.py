@@ -193,8 +193,8 @@ def test_more_lines_than_samples_are_refused(dump: Path) -> None:
 
 def test_a_manifest_of_another_schema_version_is_refused(dump: Path) -> None:
     path = dump / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"schema_version":2', b'"schema_version":7'))
-    with pytest.raises(DumpError, match="schema version 7; this software reads version 2"):
+    path.write_bytes(path.read_bytes().replace(b'"schema_version":3', b'"schema_version":7'))
+    with pytest.raises(DumpError, match="schema version 7; this software reads versions 2 and 3"):
         DumpReader.open(dump)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from eagle3.digests import sha256_file
 from eagle3.dump.files import write_manifest
 from eagle3.dump.manifest import DumpError, SampleRecord, ShardEntry
-from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter
+from eagle3.dump.writer import CapturedSample, DumpFiles, DumpWriter, PackedShard
 from tests.dumps import SPEC, Capture, capture, with_states, write_dump
 from tests.targets import HIDDEN, VOCAB
 
@@ -114,10 +114,11 @@ def test_the_content_digest_moves_with_the_content(captured: Capture, tmp_path: 
 def test_on_shard_may_take_the_file_away(captured: Capture, tmp_path: Path) -> None:
     taken: list[ShardEntry] = []
 
-    def take(path: Path, entry: ShardEntry) -> None:
-        assert sha256_file(path) == entry.sha256
+    def take(path: Path, shard: PackedShard) -> None:
+        assert sha256_file(path) == shard.entry.sha256
+        assert sum(record.rows for record in shard.records) == shard.entry.tokens
         path.unlink()
-        taken.append(entry)
+        taken.append(shard.entry)
 
     files, _ = pack(tmp_path, list(captured.samples), shard_bytes=96 * 1024, on_shard=take)
     assert tuple(taken) == files.shards

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3.capture import CapturePoint, CaptureSpec
+from eagle3.conversations import GivenSettings
 from eagle3.dump.manifest import Generation
 from eagle3.dump.reader import DumpReader
 from eagle3.dump.slots import SlotSample
@@ -29,7 +30,7 @@ VOCAB = targets.VOCAB
 
 def examine(captured: Capture, folder: Path, temperature: float = 0.0, **options: Any) -> EvidenceReport:
     generation = Generation(source="while_answering", temperature=temperature, max_new_tokens=captured.max_new_tokens)
-    write_dump(captured, folder, generation=generation, **options)
+    write_dump(captured, folder, **{"generation": generation} | options)
     return validate_dump(DumpReader.open(folder), captured.parts)
 
 
@@ -207,6 +208,80 @@ def test_a_random_prompt_among_predictable_ones_is_said_and_not_failed(fluent: C
     check = check_of(examine(replace(fluent, samples=samples), tmp_path), "prompt_rows")
     assert check.verdict == "pass"
     assert "except sample 'p00004': not predictable" in check.sentence
+
+
+GIVEN = Generation(source="given", max_new_tokens=None, given=GivenSettings())
+
+
+def conversations(captured: Capture, text: Callable[[int], torch.Tensor]) -> Capture:
+    """Text that nobody generated, read by the target; two answers in each."""
+    model = AutoModelForCausalLM.from_pretrained(captured.target)
+    samples = []
+    for index in range(8):
+        ids = text(40 + 3 * index)
+        end = len(ids)
+        samples.append(
+            CapturedSample(
+                id=f"c{index:05d}",
+                input_ids=ids[:-1].clone(),
+                last_token_id=int(ids[-1]),
+                prompt_tokens=6,
+                output_tokens=end - 6,
+                finish_reason="given",
+                states=states_of(model, ids[:-1]),
+                spans=((6, 18), (25, end)),
+            )
+        )
+    return replace(captured, samples=tuple(samples))
+
+
+def random_ids(length: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture(scope="module")
+def given(fluent: Capture) -> Capture:
+    generator = torch.Generator().manual_seed(9)
+    return conversations(fluent, lambda length: _chain(length, generator))
+
+
+def test_given_answers_need_not_be_what_the_target_would_have_said(given: Capture, tmp_path: Path) -> None:
+    report = examine(given, tmp_path / "given", generation=GIVEN)
+    check = check_of(report, "final_state")
+    assert check.verdict == "pass", f"{check.value}: {check.sentence}"
+    assert check.sentence == "The given answers fit their rows at offset 0 and at no other."
+    assert {o.offset for o in report.offsets} == {-2, -1, 0, 1, 2}
+    # The same rows as greedy answers: a tenth of the tokens is not what they give.
+    assert check_of(examine(given, tmp_path / "greedy"), "final_state").verdict == "fail"
+
+
+@pytest.mark.parametrize(("by", "words"), [(1, "late by 1"), (-2, "early by 2")])
+def test_shifted_rows_of_given_answers_are_named(given: Capture, tmp_path: Path, by: int, words: str) -> None:
+    check = check_of(examine(given, tmp_path, generation=GIVEN, alter=rolled(by)), "final_state")
+    assert check.verdict == "fail"
+    assert words in check.sentence
+
+
+def test_given_answers_with_the_rows_of_another_conversation_are_named(given: Capture, tmp_path: Path) -> None:
+    pair = {"c00002": given.samples[3], "c00003": given.samples[2]}
+
+    def exchange(sample: CapturedSample) -> CapturedSample:
+        if sample.id not in pair:
+            return sample
+        state, other = sample.states[CapturePoint("norm")].clone(), pair[sample.id].states[CapturePoint("norm")]
+        rows = min(len(state), len(other))
+        state[:rows] = other[:rows]
+        return with_states(sample, {"norm": state})
+
+    check = check_of(examine(given, tmp_path, generation=GIVEN, alter=exchange), "final_state")
+    assert check.verdict == "fail"
+    assert "sample 'c00002' (its rows fit the tokens of 'c00003')" in check.sentence
+
+
+def test_given_answers_that_the_target_does_not_predict_decide_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    check = check_of(examine(conversations(capture(tiny_llama), random_ids), tmp_path, generation=GIVEN), "final_state")
+    assert check.verdict == "warn"
+    assert "Attribution and the probe decide" in check.sentence
 
 
 def slots(captured: Capture, label: str = "final", by: int = 0) -> list[SlotSample]:

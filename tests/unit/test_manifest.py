@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.digests import sha256_bytes
+from eagle3.digests import canonical_json, sha256_bytes
 from eagle3.dump.manifest import MAX_MANIFEST_BYTES, Manifest, ManifestError, spec_digest
 from tests.dumps import capture, write_dump
 
@@ -35,8 +35,40 @@ def test_the_digest_does_not_depend_on_the_order_of_keys_or_on_spaces(manifest: 
 
 
 def test_another_schema_version_is_named(manifest: Manifest) -> None:
-    with pytest.raises(ManifestError, match="schema version 1; this software reads version 2"):
+    with pytest.raises(ManifestError, match="schema version 1; this software reads versions 2 and 3"):
         Manifest.parse(changed(manifest, schema_version=1), where="m")
+
+
+def test_a_manifest_of_version_2_keeps_its_digest(manifest: Manifest) -> None:
+    fields = manifest.model_dump(mode="json") | {"schema_version": 2}
+    del fields["num_cut"], fields["generation"]["given"]
+    for shard in fields["shards"]:
+        del shard["answers"]
+    before = canonical_json(fields)
+    old = Manifest.parse(before, where="m")
+    assert (old.canonical(), old.digest()) == (before, sha256_bytes(before))
+
+
+@pytest.mark.parametrize(
+    "newer", [{"num_cut": 1}, {"generation": {"source": "given", "max_new_tokens": None, "given": {}}}]
+)
+def test_a_manifest_of_version_2_with_newer_fields_is_refused(manifest: Manifest, newer: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match="came with version 3; this says 2"):
+        Manifest.parse(changed(manifest, schema_version=2, **newer), where="m")
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"source": "given", "max_new_tokens": None},
+        {"source": "given", "max_new_tokens": 9, "given": {}},
+        {"source": "while_answering", "max_new_tokens": None},
+        {"source": "while_answering", "max_new_tokens": 9, "given": {}},
+    ],
+)
+def test_answers_are_either_given_or_generated(manifest: Manifest, generation: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match="source `given` has `given` and no `max_new_tokens`"):
+        Manifest.parse(changed(manifest, generation=generation), where="m")
 
 
 @pytest.mark.parametrize("name", ["../shard.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\x00b", "a\n"])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from eagle3.capture import CaptureError, CapturePoint, CaptureSpec
+from eagle3.conversations import GivenSettings
 from eagle3.digests import sha256_file
-from eagle3.prompts import PromptError, TokenizedPrompt
+from eagle3.prompts import GivenAnswers, PromptError, TokenizedPrompt
 from eagle3.target import Target
 from infra.settings import Settings
 from infra.sglang.info import ServerInfo
@@ -98,6 +99,68 @@ def test_two_files_of_one_name_keep_their_figures_apart(tiny_llama: Path, tmp_pa
     assert len(set(names)) == 3
     with pytest.raises(PromptError, match=r"test\.jsonl .* named 2 times"):
         named_apart([files[0], files[0]])
+
+
+def write_conversations(file: Path) -> Path:
+    talks = [("Tom has 3 apples.", "Hello Tom!", "And buys 4 more?", f"The sum is {n}.") for n in range(3)]
+    lines = [
+        {
+            "id": f"c{n}",
+            "split": "heldout" if n == 2 else "train",
+            "messages": [{"role": ("user", "assistant")[i % 2], "content": f"{t} {n}"} for i, t in enumerate(talk)],
+        }
+        for n, talk in enumerate(talks)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_of_given_conversations_the_held_out_ones_are_asked_as_they_open(tiny_llama: Path, tmp_path: Path) -> None:
+    prompts = PromptParams(file=str(write_conversations(tmp_path / "c.jsonl")), num_heldout=1)
+    target = Target.open(tiny_llama)
+    train, heldout = prompt_parts(prompts, AnswerParams(source="given"), target)
+    assert [(p.id, p.given is not None) for p in (*train.prompts, *heldout.prompts)] == [
+        ("c0", True),
+        ("c1", True),
+        ("c2", False),
+    ]
+    asked = target.tokenizer().decode(heldout.prompts[0].input_ids)
+    assert asked == "user: Tom has 3 apples. 2\nassistant: "
+    last, _ = prompt_parts(prompts, AnswerParams(source="given", given=GivenSettings(turns="last")), target)
+    assert train.sha256 != last.sha256  # the loss is a part of what is asked
+    with pytest.raises(PromptError, match="the target writes the answer itself"):
+        prompt_parts(prompts, AnswerParams(), target)
+
+
+def given(tokens: int, answers: int) -> TokenizedPrompt:
+    spans = ((tokens, tokens + answers),)
+    return TokenizedPrompt(
+        "talk", tuple(range(tokens)), None, GivenAnswers(tuple(range(answers)), spans, ("a",), "given")
+    )
+
+
+def test_a_given_conversation_is_read_once_but_for_its_last_token() -> None:
+    prompts = [given(3, 10), given(1, 2)]
+    assert most_bytes(prompts, 1000, 4) == (12 + 2) * (4 + 9)
+    check_lengths(server(13), prompts, 1000)
+    with pytest.raises(PromptError, match="conversation talk has 12 tokens, but this server takes prompts under 12"):
+        check_lengths(server(12), prompts, 2)
+
+
+def test_a_plan_counts_what_is_read_of_given_conversations(tiny_llama: Path, tmp_path: Path) -> None:
+    params = PipelineParams.model_validate(
+        {
+            "target": {"path": str(tiny_llama)},
+            "prompts": {"file": str(write_conversations(tmp_path / "c.jsonl")), "num_heldout": 1},
+            "capture": {"aux": AUX},
+            "answers": {"source": "given"},
+            "mismatch": None,
+        }
+    )
+    train, _ = prompt_parts(params.prompts, params.answers, Target.open(tiny_llama))
+    figures = plan_pipeline(params, Settings(home=tmp_path, store=f"file://{tmp_path}/store")).estimate
+    per_token = bytes_per_token(params.capture, 64, "float32")
+    assert figures.most_bytes == most_bytes(train.prompts, params.answers.max_new_tokens, per_token)
 
 
 def server(limit: int | None) -> ServerInfo:
