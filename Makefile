@@ -3,7 +3,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+LOG := $(VENV)/install.log
 ARGS ?=
+
+# pip warns of every requirement that is left out on purpose: what it says goes to a log, and is shown where it fails.
+pip = $(BIN)/pip install --disable-pip-version-check --progress-bar off $(1) >>$(LOG) 2>&1 || \
+  { { tail -n 40 $(LOG); echo "pip failed. All that it said is in $(LOG)"; } >&2; exit 1; }
 
 .PHONY: install demo up test test-all test-ceph soak lint bench clean
 
@@ -13,13 +18,14 @@ install: $(INSTALLED)
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 12))' || \
 	  { echo "Python 3.11 is needed (found: $$($(PYTHON) --version 2>&1)). Try: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Installing about 240 pinned packages into $(VENV) (2-5 minutes, 2.7 GB) ..."
+	@echo "Installing about 240 pinned packages into $(VENV) (2-5 minutes, 2.9 GB; log: $(LOG)) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@rm -f $(LOG)
+	@$(call pip,--no-deps -r constraints.txt)
+	@$(call pip,--no-deps --no-build-isolation -e .)
 	@# An index that serves no CPU build of torch gives the CUDA one, which does not import without its libraries.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "torch came as its CUDA build: its libraries too (3 GB) ..."; \
-	  $(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" && $(BIN)/python -c 'import torch'; }
+	  $(call pip,"$$(grep '^torch==' constraints.txt)"); $(BIN)/python -c 'import torch'; }
 	touch $(INSTALLED)
 
 demo: install
@@ -41,7 +47,7 @@ test-ceph: install
 	@$(BIN)/python -m tests.integration.rgw_server
 	$(BIN)/python -m pytest tests/integration/test_store_ceph.py $(ARGS)
 
-# SGLang, the flow process and the worker, killed at twenty random moments of an extraction: half an hour.
+# SGLang, the flow process and the worker, killed at twenty random moments of an extraction: an hour and more.
 soak: install
 	EAGLE3_KILLS=20 $(BIN)/python -m pytest tests/e2e/test_killed.py $(ARGS)
 
@@ -52,9 +58,10 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_file_sizes.py
 
-# The quick ones; benchmarks/story.py and clean_dumps.py take half an hour each (docs/story.md, docs/evidence.md).
+# The quick ones; benchmarks/memory.py takes a quarter of an hour, story.py and clean_dumps.py half an hour each
+# (docs/benchmarks.md, docs/story.md, docs/evidence.md).
 bench: install
-	@for script in benchmarks/capture.py benchmarks/store.py benchmarks/verify.py benchmarks/attribution.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in benchmarks/tap.py benchmarks/store.py benchmarks/verify.py benchmarks/attribution.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

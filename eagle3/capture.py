@@ -6,16 +6,20 @@ The residual stream of an N-layer decoder has N+1 boundaries. A point is named a
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from eagle3.digests import sha256_json
 from eagle3.errors import Eagle3Error
 
 _LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,4})")
+_INTEGER = re.compile(r"-?[0-9]+")
+_MOST_TOLD = 8
+_NAMES = "the names of capture points, e.g. [layers.2, layers.15, layers.27]"
 
 
 class CaptureError(Eagle3Error, ValueError):
@@ -28,10 +32,10 @@ class CapturePoint(str):
     __slots__ = ()
 
     def __new__(cls, name: str) -> Self:
-        if name not in ("embed", "norm") and not _LAYER.fullmatch(name):
+        if not _is_name(name):
             raise CaptureError(
-                f"unknown capture point {name!r}: expected `embed`, `norm` or `layers.i` with i >= 0, e.g. `layers.2`. "
-                "Integers of an engine are converted with `eagle3 layers`."
+                f"unknown capture point {name!r:.80}: expected `embed`, `norm` or `layers.i` with i >= 0, e.g. "
+                f"`layers.2`. {_whose([name]) or 'Integers of an engine are converted with `eagle3 layers`.'}"
             )
         return super().__new__(cls, name)
 
@@ -51,9 +55,49 @@ class CapturePoint(str):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(
+        checked = core_schema.no_info_after_validator_function(
             cls, core_schema.str_schema(), serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
+        return core_schema.no_info_before_validator_function(_integer_as_text, checked)
+
+
+def _integer_as_text(value: Any) -> Any:
+    """An integer is refused for what it is, an id without its convention, and not for its type."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _whose(values: Iterable[Any]) -> str:
+    """What to do about integers among the values; empty where there are none."""
+    ids = ",".join([str(value) for value in values if _INTEGER.fullmatch(str(value))][:_MOST_TOLD])
+    return ids and (
+        "An engine's ids say nothing without their convention: engine, version, model class. `eagle3 layers "
+        f"--ids {ids} --model-class CLASS --num-layers N` says which layers they capture there."
+    )
+
+
+def _checked_list(value: Any) -> Any:
+    """The list as a whole, so that one error says all that is wrong with it."""
+    if not isinstance(value, list | tuple):
+        raise CaptureError(f"expected a list of {_NAMES}; got {'nothing' if value is None else f'{value!r:.80}'}")
+    if not value:
+        raise CaptureError(f"needs at least one point: expected {_NAMES}; got an empty list")
+    wrong = [item for item in value if not isinstance(item, str) or not _is_name(item)]
+    if wrong:
+        got = ", ".join(f"{item!r:.80}" for item in wrong[:_MOST_TOLD])
+        note = _whose(value) or "A point is `embed`, `norm` or `layers.i` with i >= 0."
+        raise CaptureError(f"expected {_NAMES}; got {got}. {note}")
+    twice = sorted(item for item, times in Counter(value).items() if times > 1)
+    if twice:
+        raise CaptureError(f"captured twice: {', '.join(twice)}. Every point may appear once")
+    return value
+
+
+def _is_name(text: str) -> bool:
+    return text in ("embed", "norm") or _LAYER.fullmatch(text) is not None
+
+
+CapturePoints = Annotated[tuple[CapturePoint, ...], BeforeValidator(_checked_list)]
+"""Different capture points, at least one, in an order that means something."""
 
 
 class CaptureSpec(BaseModel):
@@ -61,9 +105,10 @@ class CaptureSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    aux: tuple[CapturePoint, ...] = Field(
+    aux: CapturePoints = Field(
         title="Captured layers",
-        description="Capture points in the order in which they are delivered to the drafter's fc, e.g. layers.2",
+        description="Names in the order in which they are delivered to the drafter's fc, e.g. layers.2; an engine's "
+        "integers are converted by `eagle3 layers --ids`",
         examples=[["layers.2", "layers.15", "layers.27"]],
     )
     final: CapturePoint = Field(
@@ -74,12 +119,11 @@ class CaptureSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.aux:
-            raise CaptureError("a capture spec needs at least one point, e.g. layers.2, layers.15, layers.27; got none")
-        points = self.points
-        twice = sorted({p for p in points if points.count(p) > 1})
-        if twice:
-            raise CaptureError(f"captured twice: {', '.join(twice)}. Every point may appear once in a capture spec")
+        if self.final in self.aux:
+            raise CaptureError(
+                f"captured twice: {self.final} is the final state (`final`) and stands in `aux` too. Every point may "
+                "appear once: take it out of `aux`"
+            )
         return self
 
     @property
@@ -107,5 +151,10 @@ def check_points(points: Iterable[CapturePoint], num_layers: int) -> None:
     if outside:
         raise CaptureError(
             f"the target has no {', '.join(outside)}: it has {num_layers} decoder layers, so its capture points are "
-            f"embed, layers.0 ... layers.{num_layers - 1} and norm"
+            f"{range_of_points(num_layers)}"
         )
+
+
+def range_of_points(num_layers: int) -> str:
+    """`all_points` in words, first and last layer only."""
+    return f"embed, layers.0 ... layers.{num_layers - 1} and norm"

@@ -11,7 +11,7 @@ import typer
 from eagle3.errors import Eagle3Error
 from flows import cli_dump_store, cli_layers, cli_plan, cli_probe
 from flows.cli_dump import dump_app
-from flows.console import AsJson, err, out, print_json
+from flows.console import DOES, AsJson, Config, Prompts, err, help_end, out, print_json, telling
 from infra.quiet import quiet_libraries
 from infra.settings import Settings
 
@@ -19,17 +19,16 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="From prompts to an audited EAGLE-3 drafter.\n\nStart with [bold]eagle3 demo[/bold].",
+    help="From prompts to an audited EAGLE-3 drafter.\n\n"
+    "Start with [bold]eagle3 demo[/bold]. Everything is kept in the folder EAGLE3_HOME (unset: .eagle3 where you are).",
+    epilog="Exit codes: 0 done or proven, 1 an error with a message, or refuted, 2 wrong usage, 3 could not be checked",
 )
-cli_dump_store.add_to(dump_app)
-app.add_typer(dump_app, name="dump")
-app.command("plan", epilog=cli_plan.EPILOG)(cli_plan.plan)
-app.command("layers", epilog=cli_layers.EPILOG)(cli_layers.layers)
-app.command("probe", epilog=cli_probe.EPILOG)(cli_probe.probe)
 
-Prompts = Annotated[Path | None, typer.Option(help="Other prompts (JSON lines).")]
 NumTrain = Annotated[int | None, typer.Option(min=1, help="Train on so many of the prompts; unset: on all.")]
-Also = Annotated[list[Path] | None, typer.Option(help="Report acceptance on this file too (repeatable).")]
+Also = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Report acceptance on the prompts of this file too (repeatable)."),
+]
 
 
 def main() -> None:
@@ -47,8 +46,12 @@ def _escape(text: str) -> str:
 
 
 @app.command(
-    epilog="Examples:  [bold]eagle3 demo[/bold]   ·   [bold]eagle3 demo --exit[/bold]   ·   "
-    "[bold]eagle3 demo --prompts my.jsonl --num-train 200 --also gsm8k_test.jsonl[/bold]"
+    epilog=help_end(
+        "eagle3 demo",
+        "eagle3 demo --exit",
+        "eagle3 demo --prompts my.jsonl --num-train 200 --also gsm8k_test.jsonl",
+        exits=DOES,
+    )
 )
 def demo(
     leave: Annotated[
@@ -65,7 +68,7 @@ def demo(
     run_demo(pipeline_params(prompts=prompts, num_train=num_train, also=also), Settings.load(), out, stay=not leave)
 
 
-@app.command(epilog="Example:  [bold]eagle3 up && eagle3 status[/bold]")
+@app.command(epilog=help_end("eagle3 up && eagle3 status", "EAGLE3_HOME=/data/eagle3 eagle3 up", exits=DOES))
 def up() -> None:
     """Start the local stack: Prefect server, a worker for each pool, MLflow, S3; apply the deployments."""
     from infra import stack
@@ -78,7 +81,7 @@ def up() -> None:
     )
 
 
-@app.command(epilog="Example:  [bold]eagle3 down[/bold]")
+@app.command(epilog=help_end("eagle3 down", exits=DOES))
 def down() -> None:
     """End every process of the local stack, flow runs and SGLang servers included. Data stays."""
     from infra import stack
@@ -89,9 +92,11 @@ def down() -> None:
     out.print(f"{what} {settings.root} (EAGLE3_HOME)", markup=False, soft_wrap=True)
 
 
-@app.command(epilog="Example:  [bold]eagle3 status --json[/bold]")
+@app.command(
+    epilog=help_end("eagle3 status", "eagle3 status --json", exits="0 every part runs, 1 one does not, 2 wrong usage")
+)
 def status(as_json: AsJson = False) -> None:
-    """Say which parts of the stack run; exit 1 where one does not."""
+    """Say which parts of the stack run, where, and what to do about those that do not."""
     from rich.table import Table
 
     from infra import stack
@@ -113,19 +118,24 @@ def status(as_json: AsJson = False) -> None:
 
 
 @app.command(
-    epilog="Examples:  [bold]eagle3 run --config configs/smollm2.yaml[/bold]   ·   "
-    "[bold]eagle3 run --config configs/kimi-k2.5.yaml --dry-run[/bold]"
+    epilog=help_end(
+        "eagle3 run --config configs/smollm2.yaml",
+        "eagle3 run --config configs/kimi-k2.5.yaml --dry-run",
+        exits="0 completed, 1 refused or failed, with a message, 2 wrong usage",
+    )
 )
 def run(
-    config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters.")] = None,
+    config: Config = None,
     prompts: Prompts = None,
     num_train: NumTrain = None,
     also: Also = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Print what `eagle3 plan` prints; start nothing.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the run: lower-case letters, digits, dashes.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the inputs and print what `eagle3 plan` prints; start nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the pipeline on the stack that is up, and follow it. Ctrl-C leaves it running."""
+    """Run the pipeline on the stack that is up (`eagle3 up`), and follow it. Ctrl-C leaves it running."""
     from flows.options import pipeline_params
 
     params = pipeline_params(config, prompts=prompts, num_train=num_train, also=also, name=name)
@@ -134,7 +144,8 @@ def run(
         from flows import show
         from tasks.planning import plan_pipeline
 
-        plan = plan_pipeline(params, settings)
+        with telling() as tell:
+            plan = plan_pipeline(params, settings, on_progress=tell)
         if as_json:
             print_json(plan.model_dump(mode="json"))
         else:
@@ -152,11 +163,10 @@ def run(
 
 
 @app.command(
-    epilog="Examples:  [bold]eagle3 lineage eagle3-smollm2@champion[/bold]   ·   "
-    "[bold]eagle3 lineage eagle3-smollm2@3 --json[/bold]"
+    epilog=help_end("eagle3 lineage eagle3-smollm2@champion", "eagle3 lineage eagle3-smollm2@3 --json", exits=DOES)
 )
 def lineage(
-    drafter: Annotated[str, typer.Argument(help="NAME@ALIAS or NAME@VERSION in MLflow.")],
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="NAME@ALIAS or NAME@VERSION in MLflow.")],
     as_json: AsJson = False,
 ) -> None:
     """Walk from a registered drafter back to the tensors that it was trained on."""
@@ -174,12 +184,17 @@ def lineage(
 
 
 @app.command(
-    epilog="Examples:  [bold]eagle3 doctor[/bold]   ·   "
-    "[bold]eagle3 doctor --server http://127.0.0.1:30000 --staging /data/tap[/bold]"
+    epilog=help_end(
+        "eagle3 doctor",
+        "eagle3 doctor --server http://127.0.0.1:30000 --staging /data/tap",
+        exits="0 nothing is missing, 1 something is, 2 wrong usage",
+    )
 )
 def doctor(
-    server: Annotated[str | None, typer.Option(help="A running SGLang server to ask too.")] = None,
-    staging: Annotated[Path | None, typer.Option(help="Its EAGLE3_TAP_DIR: what its tap says of the model.")] = None,
+    server: Annotated[str | None, typer.Option(metavar="URL", help="A running SGLang server to ask too.")] = None,
+    staging: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Its EAGLE3_TAP_DIR: what its tap says of the model.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what is there and what is missing on this machine, each with the step that mends it."""
@@ -199,6 +214,13 @@ def doctor(
     if not all(item.ok for item in items):
         raise typer.Exit(1)
 
+
+# `--help` lists them in this order, behind the ones above.
+app.command("plan", epilog=cli_plan.EPILOG)(cli_plan.plan)
+app.command("layers", epilog=cli_layers.EPILOG)(cli_layers.layers)
+app.command("probe", epilog=cli_probe.EPILOG)(cli_probe.probe)
+cli_dump_store.add_to(dump_app)
+app.add_typer(dump_app, name="dump")
 
 if __name__ == "__main__":
     main()

@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 
 from eagle3.capture import CaptureError, CapturePoint
-from flows.console import NOT_CHECKED, REFUTED, AsJson, checking, err, out, plain, print_json
+from flows.console import JUDGES, NOT_CHECKED, REFUTED, AsJson, checking, err, help_end, out, plain, print_json
 from infra.settings import Settings
 
 dump_app = typer.Typer(
     no_args_is_help=True,
     help="Look at dumps, our own and other people's; list, copy and remove our own.\n\n"
-    "Exit codes: 0 proven or done, 1 refuted, 3 could not be checked.",
+    "Exit codes: 0 proven or done, 1 refuted, 2 wrong usage, 3 could not be checked.",
 )
 
 Dump = Annotated[str, typer.Argument(metavar="DUMP", help="s3:// or file:// prefix, a folder, or a file.")]
@@ -63,8 +63,11 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @dump_app.command(
     "verify",
-    epilog="Examples:  [bold]eagle3 dump verify s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d[/bold]   ·   "
-    "[bold]eagle3 dump verify ./my-dump --json[/bold]",
+    epilog=help_end(
+        "eagle3 dump verify s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d",
+        "eagle3 dump verify ./my-dump --json",
+        exits=JUDGES,
+    ),
 )
 def verify(dump: Dump, as_json: AsJson = False) -> None:
     """Compare every file of one of our dumps with its manifest: is it the dump that was published?"""
@@ -84,8 +87,11 @@ def verify(dump: Dump, as_json: AsJson = False) -> None:
 
 @dump_app.command(
     "inspect",
-    epilog="Examples:  [bold]eagle3 dump inspect s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d[/bold]   ·   "
-    "[bold]eagle3 dump inspect ./hidden_states --statistics[/bold]",
+    epilog=help_end(
+        "eagle3 dump inspect s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d",
+        "eagle3 dump inspect ./hidden_states --statistics",
+        exits="0 done, 2 wrong usage, 3 could not be read",
+    ),
 )
 def inspect(
     dump: Dump,
@@ -114,9 +120,12 @@ def inspect(
 
 @dump_app.command(
     "attribute",
-    epilog="Examples:  [bold]eagle3 dump attribute s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d "
-    "--target smollm2[/bold]   ·   [bold]eagle3 dump attribute ./old-dump --target models/kimi-k2.5 "
-    "--claim embed,layers.2,layers.30[/bold]   ·   [bold]eagle3 dump attribute ./my-dump --reference probe[/bold]",
+    epilog=help_end(
+        "eagle3 dump attribute s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d --target smollm2",
+        "eagle3 dump attribute ./old-dump --target models/kimi-k2.5 --claim embed,layers.2,layers.30",
+        "eagle3 dump attribute ./my-dump --reference probe",
+        exits=JUDGES,
+    ),
 )
 def attribute(
     dump: Dump,
@@ -173,13 +182,19 @@ def attribute(
 
 @dump_app.command(
     "compare",
-    epilog="Examples:  [bold]eagle3 dump compare ./training-dump ./inference-dump[/bold]   ·   "
-    "[bold]eagle3 dump compare s3://eagle3/dumps/a/1 ./specforge-rows --json[/bold]",
+    epilog=help_end(
+        "eagle3 dump compare ./training-dump ./inference-dump",
+        "eagle3 dump compare s3://eagle3/dumps/a/1 ./specforge-rows --json",
+        exits="0 no check failed, 1 one did, 2 wrong usage, 3 could not be checked",
+    ),
 )
 def compare(
     first: Annotated[str, typer.Argument(metavar="A", help="s3:// or file:// prefix, a folder, or a file.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The same, of the same target.")],
     ids: Ids = None,
+    accept_target: Annotated[
+        bool, typer.Option("--accept-target", help="Go on where the two name targets with other digests.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Put two dumps of one target side by side: statistics of every slot, and the rows of the samples both hold."""
@@ -191,7 +206,7 @@ def compare(
     with checking(), progress("reading") as on_progress:
         settings = connect(Settings.load())
         a, b = (open_dump(named, settings, ids=ids) for named in (first, second))
-        comparison = compare_dumps(a, b, settings, on_progress)
+        comparison = compare_dumps(a, b, settings, on_progress, accept_target=accept_target)
     if as_json:
         print_json(comparison.model_dump(mode="json") | {"verdict": comparison.verdict})
     else:

@@ -12,7 +12,7 @@ import typer
 
 from eagle3.errors import Eagle3Error
 from flows.cli_dump import progress
-from flows.console import AsJson, checking, err, out, print_json
+from flows.console import AsJson, checking, err, help_end, out, print_json
 from infra.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ Root = Annotated[
 ]
 _AGE = re.compile(r"(\d+)([hdw])")
 _UNITS = {"h": "hours", "d": "days", "w": "weeks"}
+_EXITS = "0 done, 1 an error with a message, 2 wrong usage, 3 the store or MLflow could not be asked"
 
 
 def ls(root: Root = None, as_json: AsJson = False) -> None:
@@ -140,23 +141,29 @@ def add_to(dump_app: typer.Typer) -> None:
     """Register the four commands."""
     dump_app.command(
         "ls",
-        epilog="Examples:  [bold]eagle3 dump ls[/bold]   ·   [bold]eagle3 dump ls s3://eagle3/dumps/smollm2-demo --json"
-        "[/bold]",
+        epilog=help_end("eagle3 dump ls", "eagle3 dump ls s3://eagle3/dumps/smollm2-demo --json", exits=_EXITS),
     )(ls)
     dump_app.command(
         "show",
-        epilog="Examples:  [bold]eagle3 dump show s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d[/bold]   ·   "
-        "[bold]eagle3 dump show ./my-dump --json[/bold]",
+        epilog=help_end(
+            "eagle3 dump show s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d",
+            "eagle3 dump show ./my-dump --json",
+            exits=_EXITS,
+        ),
     )(show)
     dump_app.command(
         "copy",
-        epilog="Examples:  [bold]eagle3 dump copy s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d ./kept[/bold]"
-        "   ·   [bold]eagle3 dump copy ./kept s3://archive/dumps/kept[/bold]",
+        epilog=help_end(
+            "eagle3 dump copy s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d ./kept",
+            "eagle3 dump copy ./kept s3://archive/dumps/kept",
+            exits=_EXITS,
+        ),
     )(copy)
     dump_app.command(
         "prune",
-        epilog="Examples:  [bold]eagle3 dump prune --older-than 30d --keep-last 3[/bold]   ·   "
-        "[bold]eagle3 dump prune --uncommitted --yes[/bold]",
+        epilog=help_end(
+            "eagle3 dump prune --older-than 30d --keep-last 3", "eagle3 dump prune --uncommitted --yes", exits=_EXITS
+        ),
     )(prune)
 
 

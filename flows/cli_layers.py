@@ -10,13 +10,14 @@ from eagle3.conventions import ENGINES, EngineIds, convention, default_points_of
 from eagle3.conventions.base import ConventionError
 from eagle3.conventions.sglang import live_points
 from eagle3.conventions.wording import explain, warn, warn_of_move
-from flows.console import AsJson, out, print_json
+from flows.console import AsJson, help_end, out, print_json
 
-EPILOG = (
-    "Examples:  [bold]eagle3 layers --model-class LlamaForCausalLM --num-layers 30 --ids 2,15,27[/bold]   ·   "
-    "[bold]eagle3 layers --engine-version 0.5.12 --model-class KimiK25ForConditionalGeneration --num-layers 61 "
-    "--ids 2,30,58 --to vllm[/bold]   ·   [bold]eagle3 layers --engine vllm --model-class LlamaForCausalLM "
-    "--num-layers 30 --points layers.2,layers.15,layers.27[/bold]"
+EPILOG = help_end(
+    "eagle3 layers --model-class LlamaForCausalLM --num-layers 30 --ids 2,15,27",
+    "eagle3 layers --engine-version 0.5.12 --model-class KimiK25ForConditionalGeneration --num-layers 61 --ids 2,30,58 "
+    "--to vllm",
+    "eagle3 layers --engine vllm --model-class LlamaForCausalLM --num-layers 30 --points layers.2,layers.15,layers.27",
+    exits="0 done, 1 not known, or nothing that the engine would do, 2 wrong usage",
 )
 ANY = "any"
 
@@ -58,6 +59,8 @@ def layers(
     as_json: AsJson = False,
 ) -> None:
     """Say which tensors an engine's layer ids capture, or which ids capture the tensors you want."""
+    if to_version and not to:
+        raise typer.BadParameter("--to-version is the version of the engine that --to names: give --to as well")
     if [ids is not None, points is not None, live_list is not None, default].count(True) != 1:
         raise typer.BadParameter("give exactly one of --ids, --points, --live-list and --default")
     version = engine_version or convention(engine).newest
@@ -99,6 +102,8 @@ def _from_live_list(
 
 def _from_default(engine: str, version: str, model_class: str, num_layers: int) -> Answer:
     captured = default_points_of(engine=engine, version=version, model_class=model_class, num_layers=num_layers)
+    if not convention(engine).takes_ids:
+        return Answer(engine, version, captured, None)
     warning = (
         "These are captured where the ids are missing or misspelt; nothing reports it. Write them down explicitly."
     )
@@ -133,9 +138,12 @@ def _integers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _show(answer: Answer, moved: EngineIds | None, num_layers: int, *, as_json: bool) -> None:
-    sentences, warnings = explain(answer.ids, answer.points, num_layers), answer.warnings
-    if moved and answer.ids:
-        warnings += warn_of_move(answer.ids, moved)
+    takes_ids = convention(answer.engine).takes_ids
+    known = answer.ids is not None or not takes_ids
+    sentences = explain(answer.engine if known else None, answer.points, num_layers)
+    warnings = answer.warnings
+    if moved and known:
+        warnings += warn_of_move(answer.engine, answer.ids, moved)
     if as_json:
         result = {
             "points": list(answer.points),
@@ -148,11 +156,17 @@ def _show(answer: Answer, moved: EngineIds | None, num_layers: int, *, as_json: 
         }
         print_json(result | ({"to": moved.model_dump(mode="json")} if moved else {}))
         return
-    out.print(f"ids     {answer.ids or 'not known'}", markup=False, soft_wrap=True)
+    none = "not known" if takes_ids else f"none: {answer.engine} takes no ids"
+    out.print(f"ids     {_named(answer.ids) if answer.ids else none}", markup=False, soft_wrap=True)
     out.print(f"points  {', '.join(answer.points)}", markup=False, soft_wrap=True)
     for line in sentences:
         out.print(f"  {line}", markup=False, soft_wrap=True)
     if moved:
-        out.print(f"to      {moved}", markup=False, soft_wrap=True)
+        out.print(f"to      {_named(moved)}", markup=False, soft_wrap=True)
     for line in warnings:
         out.print(f"careful: {line}", markup=False, soft_wrap=True)
+
+
+def _named(ids: EngineIds) -> str:
+    """The ids beside their convention; a model class that changes nothing is not shown as if it were one."""
+    return str(ids) if ids.model_class != ANY else f"{ids.engine} {ids.version} {list(ids.ids)}, any model class"

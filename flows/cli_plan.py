@@ -8,19 +8,20 @@ from typing import Annotated
 
 import typer
 
-from flows.console import AsJson, err, out, print_json
+from flows.console import AsJson, Config, Prompts, err, help_end, out, print_json, telling
 from infra.settings import Settings
 
-EPILOG = (
-    "Examples:  [bold]eagle3 plan --config configs/smollm2.yaml[/bold]   ·   "
-    "[bold]eagle3 plan --config configs/kimi-k2.5.yaml --price 2.5 --staging /data/staging[/bold]"
+EPILOG = help_end(
+    "eagle3 plan --config configs/smollm2.yaml",
+    "eagle3 plan --config configs/kimi-k2.5.yaml --price 2.5 --staging /data/staging",
+    exits="0 it fits, 1 it does not, or an error, 2 wrong usage, 3 the room is not known from here",
 )
 _EXIT = {"fits": 0, "lacking": 1, "unknown": 3}
 
 
 def plan(
-    config: Annotated[Path | None, typer.Option(help="YAML file with the pipeline's parameters.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Other prompts (JSON lines).")] = None,
+    config: Config = None,
+    prompts: Prompts = None,
     num_train: Annotated[
         int | None, typer.Option(min=1, help="Answer so many of the prompts; unset: all that are not held out.")
     ] = None,
@@ -37,8 +38,9 @@ def plan(
 ) -> None:
     """Say what an extraction takes before it starts: tokens, bytes, time, money, room on disk and in the store.
 
-    Exit codes: 0 it fits, 1 it does not, 3 the room is not known from here. What is assumed is said, and set by the
-    configuration's `plan`.
+    Refuses what the run would refuse at its start, with the sample named.
+    What is assumed is said, and set by the configuration's `plan`.
+    The demo's model is made on its first use (270 MB under EAGLE3_HOME).
     """
     from flows.options import pipeline_params
     from flows.show import print_plan
@@ -49,7 +51,8 @@ def plan(
     params = pipeline_params(config, prompts=prompts, num_train=num_train)
     if price is not None:
         params = params.model_copy(update={"plan": params.plan.model_copy(update={"price_per_gpu_hour": price})})
-    planned = plan_pipeline(params, connect(Settings.load()), staging)
+    with telling() as tell:
+        planned = plan_pipeline(params, connect(Settings.load()), staging, tell)
     if as_json:
         print_json(planned.model_dump(mode="json") | {"verdict": planned.verdict})
     else:

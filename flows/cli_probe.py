@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.console import REFUTED, AsJson, checking, out, print_json
+from flows.console import JUDGES, REFUTED, AsJson, checking, help_end, out, print_json
 from infra.settings import Settings
 from tasks.params import TargetParams
 
 if TYPE_CHECKING:
     from tasks.probe import ProbeReport, SlotFinding
 
-EPILOG = (
-    "Examples:  [bold]eagle3 probe --server http://127.0.0.1:30000 --staging /data/tap --target models/kimi-k2.5[/bold]"
-    "   ·   [bold]eagle3 probe --server http://127.0.0.1:30000 --staging /data/tap --target smollm2 --compare "
-    "s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d[/bold]"
+EPILOG = help_end(
+    "eagle3 probe --server http://127.0.0.1:30000 --staging /data/tap --target models/kimi-k2.5",
+    "eagle3 probe --server http://127.0.0.1:30000 --staging /data/tap --target smollm2 --compare s3://eagle3/dumps/smollm2-demo/20261129-170000-1a2b3c4d",
+    exits=JUDGES,
 )
 
 
@@ -34,10 +34,7 @@ def probe(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send a few fixed texts to a running server, look at every layer, and say which of them its slots really are.
-
-    Exit codes: 0 proven, 1 refuted, 3 could not be checked.
-    """
+    """Send a few fixed texts to a running server, look at every layer, and say which of them its slots really are."""
     from infra.stack import connect
     from tasks.probe import probe_server
 

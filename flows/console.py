@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,34 @@ REFUTED, NOT_CHECKED = 1, 3
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 err = Console(highlight=False, stderr=True, width=None if sys.stderr.isatty() else 200)
 
+JUDGES = "0 proven, 1 refuted, 2 wrong usage, 3 could not be checked"
+DOES = "0 done, 1 an error with a message, 2 wrong usage"
+
+
+def help_end(*examples: str, exits: str) -> str:
+    """What stands below a command's options: examples to copy, one a line, and its exit codes."""
+    lines = [f"[bold]{example}[/bold]" for example in examples]
+    return "\n\n".join(["Examples:" if len(lines) > 1 else "Example:", *lines, f"Exit codes: {exits}"])
+
+
+@contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """Says on standard error what takes long; on a terminal a spinner shows meanwhile that it goes on."""
+    with err.status("working ..."):
+        yield lambda sentence: err.print(plain(sentence), markup=False, soft_wrap=True)
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML file with the pipeline's parameters (see configs/). Unset: the demo's."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Other prompts: JSON lines with `prompt`, `turns` or `messages`. Unset: the configuration's.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 
 

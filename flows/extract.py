@@ -1,4 +1,4 @@
-"""Extraction: prompts -> answers and captured states -> a dump in the store."""
+"""Extraction: prompts -> answers and captured states -> a dump in the store; in partitions where that is asked."""
 
 import time
 
@@ -8,6 +8,7 @@ from flows.common import say_what_next, worker_settings
 from tasks.extraction import capture_dump, record_extraction
 from tasks.handoff import leave_result
 from tasks.params import ExtractParams
+from tasks.partitions import capture_partitioned
 from tasks.results import ExtractResult
 
 
@@ -20,7 +21,8 @@ from tasks.results import ExtractResult
 )
 def extract(params: ExtractParams = ExtractParams()) -> ExtractResult:
     start, settings = time.monotonic(), worker_settings()
-    captured = capture_dump(params, settings)
+    capture = capture_partitioned if params.partitions > 1 else capture_dump
+    captured = capture(params, settings)
     run_id = record_extraction(captured, settings)
     return leave_result(
         ExtractResult(

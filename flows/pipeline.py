@@ -13,7 +13,7 @@ from eagle3.errors import Eagle3Error
 from flows.common import say_what_next, worker_settings
 from infra.settings import Settings
 from tasks.handoff import leave_result, take_result
-from tasks.inputs import check_inputs
+from tasks.input_checks import check_inputs
 from tasks.params import PipelineParams
 from tasks.registration import register_drafter
 from tasks.results import BenchmarkResult, ExtractResult, PipelineResult, TrainResult, ValidateResult
@@ -35,7 +35,9 @@ class StageFailed(Eagle3Error):
 def pipeline(params: PipelineParams = PipelineParams()) -> PipelineResult:
     start, settings = time.monotonic(), worker_settings()
     check_inputs(params, settings)
-    extracted = _stage("extract/blackwell", params.extraction(), ExtractResult, settings)
+    # One that is split waits for its parts in the pool where it holds no place of theirs.
+    extraction = "extract/cpu" if params.partitions > 1 else "extract/blackwell"
+    extracted = _stage(extraction, params.extraction(), ExtractResult, settings)
     validated = _stage("validate/cpu", params.validation(extracted.dump), ValidateResult, settings)
     trained = _stage("train/blackwell", params.train(extracted.dump), TrainResult, settings)
     measured = _stage(

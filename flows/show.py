@@ -105,6 +105,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"step, learning rate {training.learning_rate:g}",
         markup=False,
     )
+    for number, sentence in enumerate(plan.advice):
+        console.print(f"{'' if number else 'careful':<13}{sentence}", markup=False, soft_wrap=True)
     environment = " ".join(f"{key}={value}" for key, value in sorted(plan.environment.items()))
     console.print(f"environment  {environment}", markup=False, soft_wrap=True)
     console.print(f"command      {shlex.join(plan.command)}", markup=False, soft_wrap=True)

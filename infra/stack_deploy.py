@@ -59,19 +59,24 @@ def apply_deployments(deployments: Path, state: StackState, stop: threading.Even
 
 
 @while_locked
-def _limit_pool(api_url: str, pool: str) -> None:
+def _limit_pool(api_url: str, pool: str, limit: int, before: int) -> bool:
     with httpx.Client(base_url=api_url, timeout=10, trust_env=False) as client:
         found = client.get(f"/work_pools/{pool}").raise_for_status().json()
-        if found["concurrency_limit"] is None:
-            client.patch(f"/work_pools/{pool}", json={"concurrency_limit": 1}).raise_for_status()
+        if found["concurrency_limit"] not in {None, before, limit}:
+            return False
+        client.patch(f"/work_pools/{pool}", json={"concurrency_limit": limit}).raise_for_status()
+        return True
 
 
-def limit_pool(api_url: str, pool: str) -> None:
-    """Let one flow run at a time into the pool, unless somebody set its limit already. Raises StackError."""
+def limit_pool(api_url: str, pool: str, limit: int, *, before: int = 1) -> bool:
+    """Let `limit` flow runs at a time into the pool, unless somebody set another limit than `before`, which was ours.
+
+    Whether it was set. Raises StackError.
+    """
     try:
-        _limit_pool(api_url, pool)
+        return _limit_pool(api_url, pool, limit, before)
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise StackError(f"the work pool {pool} could not be limited to one run at a time: {error}") from error
+        raise StackError(f"the work pool {pool} could not be limited to {limit} runs at a time: {error}") from error
 
 
 def are_deployed(deployments: Path, state: StackState) -> bool:

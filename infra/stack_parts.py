@@ -1,6 +1,7 @@
 """The parts of the local stack: how each is started and how it shows that it works."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -49,10 +50,6 @@ class Part:
     url: str | None
     ready: Callable[[float], bool]
 
-    @property
-    def is_worker(self) -> bool:
-        return self.url is None
-
 
 def servers(settings: Settings, state: StackState, ports: dict[ServerName, int]) -> list[Part]:
     """The servers that have a port, as parts."""
@@ -61,8 +58,15 @@ def servers(settings: Settings, state: StackState, ports: dict[ServerName, int])
 
 
 def workers(settings: Settings, state: StackState) -> list[Part]:
-    """A process worker for each pool; it makes its pool."""
-    return [_worker(settings, state, pool) for pool in POOLS]
+    """The process workers of the pools; a worker makes its pool. Of the GPU pool's, each takes one run at a time."""
+    more = [_worker(settings, state, GPU_POOL, number) for number in range(2, settings.gpu_workers + 1)]
+    return [*(_worker(settings, state, pool) for pool in POOLS), *more]
+
+
+def has_processes(root: Path, pool: str) -> bool:
+    """Whether a worker of the pool, or a flow run that one started, lives."""
+    names = re.compile(rf"{re.escape(f'{WORKER}{pool}')}(-\d+)?@{re.escape(str(root))}")
+    return bool(marked(lambda mark: names.fullmatch(mark) is not None))
 
 
 def _s3(settings: Settings, state: StackState, port: int) -> Part:
@@ -137,13 +141,16 @@ def _mlflow(settings: Settings, state: StackState, port: int) -> Part:
     )
 
 
-def _worker(settings: Settings, state: StackState, pool: str) -> Part:
-    name = f"local-{pool}"
+def _worker(settings: Settings, state: StackState, pool: str, number: int = 1) -> Part:
+    which = pool if number == 1 else f"{pool}-{number}"
+    name = f"local-{which}"
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", "--name", name]
     command += ["--install-policy", "never"]
+    if pool == GPU_POOL and settings.gpu_workers > 1:
+        command += ["--limit", "1"]  # else one of them could take all the runs
     return Part(
-        name=f"{WORKER}{pool}",
-        title=f"worker of pool {pool}",
+        name=f"{WORKER}{which}",
+        title=f"worker of pool {pool}" if number == 1 else f"worker {number} of pool {pool}",
         command=command,
         environment=base_environment()
         | _mlflow_access()
@@ -158,7 +165,7 @@ def _worker(settings: Settings, state: StackState, pool: str) -> Part:
             "PYTHONUNBUFFERED": "1",
         },
         folder=settings.root / "prefect",
-        log=_log(settings, f"{WORKER}{pool}"),
+        log=_log(settings, f"{WORKER}{which}"),
         url=None,
         ready=lambda started: _worker_is_heard(state.prefect_api_url, pool, name, started),
     )

@@ -15,7 +15,7 @@ from infra.ports import free_ports, is_free
 from infra.processes import ProcessRecord, last_lines, mark_of
 from infra.settings import Settings
 from infra.stack_deploy import DEPLOY, Stopped, apply_deployments, are_deployed, deployments_digest, limit_pool
-from infra.stack_parts import WORKER, Part
+from infra.stack_parts import Part
 from infra.stack_runs import crash_lost_runs, crash_orphans
 from infra.stack_state import (
     Progress,
@@ -58,7 +58,7 @@ def _as_running(settings: Settings) -> Settings:
     Raises StackError where the settings name another one.
     """
     record = read_record(settings.root)
-    if not any(stack_parts.processes_of_part(settings.root, WORKER + pool) for pool in stack_parts.POOLS):
+    if not any(stack_parts.has_processes(settings.root, pool) for pool in stack_parts.POOLS):
         return settings
     for name, value in told_to_up(settings, record).items():
         running = record.told.get(name, Settings.model_fields[name].default)
@@ -157,7 +157,7 @@ class _Start:
         for part in workers:
             if part.name not in alive:
                 self._end_same(part)  # a worker that hangs goes; its flow runs go on to their end
-        idle = [pool for pool in stack_parts.POOLS if not stack_parts.processes_of_part(self._root, WORKER + pool)]
+        idle = [pool for pool in stack_parts.POOLS if not stack_parts.has_processes(self._root, pool)]
         if lost := crash_lost_runs(state.prefect_api_url, idle, "its process was gone when the stack started"):
             self._say(f"{lost} flow runs of before have no process any more: set to Crashed")
         if orphans := crash_orphans(state.prefect_api_url, stack_parts.POOLS):
@@ -168,7 +168,7 @@ class _Start:
         for part in workers:
             if part.name not in alive:
                 self._wait_for(part)
-        limit_pool(state.prefect_api_url, stack_parts.GPU_POOL)
+        self._limit_pool(state)
         self._deploy(state)
 
     def _serve_objects(self, server: Part | None, running: set[str], state: StackState) -> None:
@@ -243,6 +243,16 @@ class _Start:
     def _remember(self, name: str, process: ProcessRecord) -> None:
         with self._record_lock:
             self._record = self._record.model_copy(update={"processes": self._record.processes | {name: process}})
+            write_record(self._root, self._record)
+
+    def _limit_pool(self, state: StackState) -> None:
+        """As many runs at a time as there are workers."""
+        pool, limit = stack_parts.GPU_POOL, self._settings.gpu_workers
+        if not limit_pool(state.prefect_api_url, pool, limit, before=self._record.limited):
+            self._say(f"the pool {pool} keeps the limit that somebody set; it has {limit} workers")
+            return
+        with self._record_lock:
+            self._record = self._record.model_copy(update={"limited": limit})
             write_record(self._root, self._record)
 
     def _forget(self, names: set[str]) -> None:

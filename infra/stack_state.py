@@ -24,7 +24,7 @@ from infra.processes import ProcessRecord
 from infra.settings import Settings
 
 ServerName = Literal["s3", "prefect", "mlflow"]
-Told = Literal["store", "s3_endpoint", "s3_region", "mlflow_tracking_uri"]
+Told = Literal["store", "s3_endpoint", "s3_region", "mlflow_tracking_uri", "gpu_workers"]
 Progress = Callable[[str], None]
 
 _LOCK_WAIT_S = 300.0
@@ -43,7 +43,8 @@ class StackRecord(BaseModel):
     version: Literal[1] = 1
     ports: dict[ServerName, int] = Field(default_factory=dict)
     processes: dict[str, ProcessRecord] = Field(default_factory=dict)
-    told: dict[Told, str] = Field(default_factory=dict, description="Settings that name other places, given to `up`")
+    told: dict[Told, str | int] = Field(default_factory=dict, description="Settings of the stack itself, given to `up`")
+    limited: int = Field(1, description="Flow runs at a time that `up` last allowed the GPU pool")
     deployed: str | None = Field(None, description="Digest of the deployments and the code that they were made of")
 
     def url(self, server: ServerName) -> str | None:
@@ -150,8 +151,11 @@ def read_keys(settings: Settings) -> Keys | None:
         return None
 
 
-def told_to_up(settings: Settings, record: StackRecord) -> dict[Told, str]:
-    """The settings that say where data goes, which a client must have too; no addresses of the stack's own servers."""
+def told_to_up(settings: Settings, record: StackRecord) -> dict[Told, str | int]:
+    """The settings that say where data goes, which a client must have too, and how many workers there are.
+
+    No addresses of the stack's own servers.
+    """
     own = {record.url("s3"), record.url("mlflow")}
     names: tuple[Told, ...] = get_args(Told)
     given = {name: getattr(settings, name) for name in names if name in settings.model_fields_set}
@@ -160,7 +164,7 @@ def told_to_up(settings: Settings, record: StackRecord) -> dict[Told, str]:
 
 def with_told(settings: Settings, record: StackRecord) -> Settings:
     """The settings, with what `up` was told where they say nothing themselves."""
-    missing: dict[str, str] = {k: v for k, v in record.told.items() if k not in settings.model_fields_set}
+    missing: dict[str, str | int] = {k: v for k, v in record.told.items() if k not in settings.model_fields_set}
     return settings.model_copy(update=missing) if missing else settings
 
 

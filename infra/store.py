@@ -204,9 +204,9 @@ def write_checked(chunks: Iterable[bytes], path: Path, *, sha256: str | None, si
             file.write(chunk)
         if total != size:
             came = "more" if total > size else str(total)
-            raise StoreCorrupt(f"{uri} should have {size} bytes, {came} came. {_CORRUPT}")
+            raise StoreCorrupt(f"{uri} should have {size} bytes, {came} came. {DAMAGED}")
         if sha256 is not None and digest.hexdigest() != sha256:
-            raise StoreCorrupt(f"{uri} should have sha256 {sha256}, what came has {digest.hexdigest()}. {_CORRUPT}")
+            raise StoreCorrupt(f"{uri} should have sha256 {sha256}, what came has {digest.hexdigest()}. {DAMAGED}")
 
 
 @contextmanager
@@ -227,12 +227,12 @@ def clear_os_errors(uri: str) -> Iterator[None]:
 def check_size(found: int, size: int, uri: str) -> None:
     """StoreCorrupt where an object's size is known to be wrong before it is read."""
     if found != size:
-        raise StoreCorrupt(f"{uri} should have {size} bytes, it has {found}. {_CORRUPT}")
+        raise StoreCorrupt(f"{uri} should have {size} bytes, it has {found}. {DAMAGED}")
 
 
 def too_short(uri: str, start: int, length: int, found: int | None = None) -> StoreCorrupt:
     came = "nothing is there" if found is None else f"{found} came"
-    return StoreCorrupt(f"{uri} should have {length} bytes from {start} on, {came}. {_CORRUPT}")
+    return StoreCorrupt(f"{uri} should have {length} bytes from {start} on, {came}. {DAMAGED}")
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> StoreError:
@@ -243,4 +243,4 @@ def missing(uri: str) -> MissingObject:
     return MissingObject(f"{uri} does not exist. Check the URI; a dump without a manifest.json was never finished.")
 
 
-_CORRUPT = "The object is damaged or was replaced: make it again from its source."
+DAMAGED = "The object is damaged or was replaced: make it again from its source."

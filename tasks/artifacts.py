@@ -15,7 +15,7 @@ from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
-from infra.store import MissingObject, Store, StoreCorrupt, StoreError, open_store
+from infra.store import DAMAGED, MissingObject, Store, StoreCorrupt, StoreError, open_store
 
 if TYPE_CHECKING:
     from eagle3.drafter.checkpoint import Checkpoint
@@ -186,11 +186,34 @@ def verify_dump(
         if uri.startswith("file://"):
             folder = Path(url2pathname(urlsplit(uri).path))
             if not (folder / MANIFEST_NAME).exists():
-                raise CannotCheck(f"{folder} has no {MANIFEST_NAME}: it is no dump, or one that was never finished")
+                raise CannotCheck(_no_manifest(folder))
             return verify_integrity(folder, on_progress=on_progress)
         return _verify_stored(uri, store, settings, on_progress)
     except StoreError as error:
         raise CannotCheck(str(error)) from None
+
+
+def _no_manifest(path: Path) -> str:
+    """Why a path of this machine cannot be verified, and what can be done with it instead."""
+    if not path.exists():
+        return f"{path} does not exist"
+    from eagle3.dump.foreign import LAYOUTS  # brings torch, which a dump with a manifest is verified without
+
+    layout = next((layout for layout in LAYOUTS.values() if layout.find(path)), None)
+    if layout is not None:
+        return (
+            f"{path} is a dump without a manifest, of the layout {layout.name} ({layout.made_by}): only dumps that "
+            "eagle3 writes have digests to compare with. `eagle3 dump inspect` says what it is, `eagle3 dump attribute "
+            "--target DIR` which layers it holds"
+        )
+    if path.is_file():
+        return f"{path} is a file: name the folder that holds {MANIFEST_NAME}"
+    if any(path.glob("shard-*.safetensors")):
+        return (
+            f"{path} has no {MANIFEST_NAME}, which is written last: its extraction or its copy did not finish. Start "
+            "it again with the same parameters, and it goes on from what is there"
+        )
+    return f"{path} has no {MANIFEST_NAME}: it is no dump"
 
 
 def _verify_stored(
@@ -214,8 +237,11 @@ def _verify_stored(
                 on_progress(number - 1, len(manifest.files))
             try:
                 store.get_file(entry.name, folder / entry.name, sha256=entry.sha256, size=entry.bytes)
-            except (MissingObject, StoreCorrupt) as error:
-                files.see_broken(entry, str(error))
+            except MissingObject:
+                files.see_broken(entry, f"{store.uri_of(entry.name)} is missing: the manifest names it")
+                continue
+            except StoreCorrupt as error:
+                files.see_broken(entry, str(error).removesuffix(DAMAGED).rstrip(" ."))
                 continue
             files.see_file(entry)
             (folder / entry.name).unlink()

@@ -1,6 +1,6 @@
 """Which layers does a dump really hold? Its samples against the target, or against the probe that came with it."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 MOST_SHARDS = 4
 """Shards that are read (or fetched) for an attribution; its samples are spread over them."""
+
+
+SOME_ROWS = 0.02
+"""Share of the rows from which a slot has to do with the target. Measured: of the same shape with other weights, of
+another family, vocabulary or depth, no row of any slot fits; of a slot of zeros but for its last tenth, 10% do."""
 
 
 class WrongClaim(Eagle3Error, ValueError):
@@ -77,7 +82,8 @@ def attribute_dump(
     `target` is a Hugging Face folder; for our own dumps it must be the one of the manifest, unless `accept_target`.
     `claim` replaces what the dump claims: a point for each aux slot in order, or for every slot.
 
-    Raises WrongClaim, WrongTarget, TargetError, MissingIds, CannotCheck, DumpError, StoreError.
+    Raises WrongClaim, WrongTarget (also where no row of any slot fits: somebody else's dump has no digests to tell),
+    TargetError, MissingIds, CannotCheck, DumpError, StoreError.
     """
     from eagle3.evidence.attribution import attribute
 
@@ -91,6 +97,7 @@ def attribute_dump(
     claims, claimed_by = dump.claims(compared.reference.num_layers), dump.claimed_by
     if claim:
         claims, claimed_by = claims | _claims(dump, claim), "the command line"
+    _check_depth(claims, claimed_by, compared, dump)
     chosen = _chosen(dump, compared.reference.sample_ids, settings)
     attribution = attribute(
         _first_rows(chosen, on_progress),
@@ -102,6 +109,7 @@ def attribute_dump(
     )
     alignment = None
     if isinstance(dump, OthersDump) and compared.target is not None:
+        _check_related(attribution, compared.target, dump)
         alignment = _alignment(dump, compared.target, attribution)
     return AttributedDump(dump.where, dump.layout, claimed_by, attribution, alignment)
 
@@ -129,6 +137,37 @@ def _claims(dump: OpenedDump, claim: Sequence[CapturePoint]) -> dict[str, Captur
             f"{dump.num_aux}, for the aux slots in order, or {len(dump.labels)}, with the final state"
         )
     return dict(zip(dump.labels, claim, strict=False))
+
+
+def _check_depth(
+    claims: Mapping[str, CapturePoint | None], claimed_by: str, compared: _Compared, dump: PublishedDump | OthersDump
+) -> None:
+    """WrongTarget where a slot is claimed to be of a layer that the target does not have."""
+    from eagle3.evidence.attribution import WrongTarget
+
+    num_layers = compared.reference.num_layers
+    beyond = [point for point in claims.values() if point and (point.boundary or 0) > num_layers]
+    if beyond:
+        where = compared.target.path if compared.target else dump.where
+        raise WrongTarget(
+            f"{claimed_by} claims {', '.join(beyond)}, and the target {where} has {num_layers} decoder layers: it is "
+            "another target, or the claim is mistyped"
+        )
+
+
+def _check_related(attribution: "Attribution", target: "Target", dump: OthersDump) -> None:
+    """WrongTarget where the dump has nothing to do with the target: then no claim of it is refuted either."""
+    from eagle3.evidence.attribution import WrongTarget
+
+    slots = attribution.slots
+    if all(slot.verdict == "refuted" and not slot.fits and slot.rows_fitting < SOME_ROWS for slot in slots):
+        nearest = min(slots, key=lambda slot: slot.error)
+        raise WrongTarget(
+            f"{dump.where} is of another target than {target.path}: none of its {len(slots)} slots holds one of that "
+            f"target's tensors (the nearest is {nearest.error:.2g} of a row's length away, and noise explains "
+            f"{nearest.bound:.2g}). Give the folder that was served, in its revision; if this is it, the token ids are "
+            "not those of the rows, or all rows were damaged"
+        )
 
 
 def _target(dump: PublishedDump | OthersDump, params: TargetParams, settings: Settings, *, accept: bool) -> _Compared:

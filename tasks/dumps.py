@@ -156,20 +156,19 @@ def _path(named: str) -> Path | None:
     return Path(url2pathname(urlsplit(named).path)) if named.startswith("file://") else None
 
 
-def compare(first: OpenedDump, second: OpenedDump, settings: Settings, on_progress: Progress) -> "Comparison":
+def compare(
+    first: OpenedDump, second: OpenedDump, settings: Settings, on_progress: Progress, *, accept_target: bool = False
+) -> "Comparison":
     """Statistics of every slot side by side, and the rows of the samples that both hold.
 
     Slots pair by name; those of somebody else's dump take the names of ours in order, where both have as many. Raises
-    CannotCheck where the two cannot be of one target, MissingIds, DumpError, StoreError.
+    CannotCheck where the two are not of one target (`accept_target` goes on where they are as wide) or have nothing in
+    common, MissingIds, DumpError, StoreError.
     """
     from eagle3.dump.slots import SlotSample
     from eagle3.evidence.compare import compare_captures
 
-    if first.hidden_size != second.hidden_size:
-        raise CannotCheck(
-            f"the states of {first.where} are {first.hidden_size} wide, those of {second.where} {second.hidden_size}: "
-            "they are of different targets, and there is nothing to compare"
-        )
+    _check_one_target(first, second, accept=accept_target)
     ours = next((dump.labels for dump in (first, second) if isinstance(dump, PublishedDump)), ())
     total, done = first.num_samples + second.num_samples, 0
 
@@ -195,6 +194,47 @@ def compare(first: OpenedDump, second: OpenedDump, settings: Settings, on_progre
             states = {names[label]: state for label, state in sample.states.items()}
             yield SlotSample(id=sample.id, input_ids=sample.input_ids, states=states)
 
-    return compare_captures(
+    comparison = compare_captures(
         samples(first), samples(second), dtypes=(first.dtype, second.dtype), names=(called(first), called(second))
     )
+    if not comparison.compares_anything:
+        raise CannotCheck(
+            f"{first.where} holds {', '.join(first.labels)}, {second.where} {', '.join(second.labels)}: no slot has "
+            "the same name in both, and no sequence stands in both, so there is nothing to compare"
+        )
+    return comparison
+
+
+def _check_one_target(first: OpenedDump, second: OpenedDump, *, accept: bool) -> None:
+    """CannotCheck with what differs, where the two dumps are not of one target. Only our own name their target."""
+    if first.hidden_size != second.hidden_size:
+        raise CannotCheck(
+            f"the states of {first.where} are {first.hidden_size} wide, those of {second.where} {second.hidden_size}: "
+            "they are of different targets, and there is nothing to compare"
+        )
+    if accept or not (isinstance(first, PublishedDump) and isinstance(second, PublishedDump)):
+        return
+    one, other = (dump.manifest.target.model_dump() for dump in (first, second))
+    told = {
+        "class": "model_class",
+        "decoder layers": "num_layers",
+        "vocabulary": "vocab_size",
+        "digest of the weights": "weights_sha256",
+    }
+    differing = [
+        f"{words} {_short(one[field])} against {_short(other[field])}"
+        for words, field in told.items()
+        if one[field] != other[field]
+    ]
+    if differing:
+        raise CannotCheck(
+            f"{first.where} ({one['name']}) and {second.where} ({other['name']}) are of different targets: "
+            f"{'; '.join(differing)}. Their states cannot be alike. Where one is the other's quantised copy, "
+            "--accept-target compares them all the same"
+        )
+
+
+def _short(value: object) -> str:
+    """A digest's first digits; anything else that a manifest says of a target as it is."""
+    text = str(value)
+    return text[:12] if len(text) == 64 else text

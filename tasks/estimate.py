@@ -71,7 +71,10 @@ class PromptTokens(BaseModel):
 
 
 class Estimate(BaseModel):
-    """Figures of one extraction on one server. `most_...` are upper bounds, the others rest on `assumptions`."""
+    """Figures of one extraction. `most_...` are upper bounds, the others rest on `assumptions`.
+
+    Seconds are those of the clock: partitions are captured at once.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,6 +94,11 @@ class Estimate(BaseModel):
     money: float | None
     currency: str
     assumptions: tuple[str, ...]
+
+    @property
+    def most_answer_tokens(self) -> int:
+        """With every answer as long as allowed: all but its last token has a row."""
+        return self.most_rows - self.prompts.tokens + self.prompts.num_prompts
 
     def lines(self) -> dict[str, str]:
         """The figures for a person, by heading."""
@@ -124,11 +132,12 @@ def estimate(
     row_bytes: int,
     read_again: bool,
     num_gpus: int,
+    partitions: int = 1,
 ) -> Estimate:
     """The figures from what is known and what is assumed.
 
     `row_bytes` come on top of the states of a token; `read_again`: answers are captured by a second pass, a prefill;
-    `num_gpus` of one server, 0 on a CPU.
+    `num_gpus` of one server, 0 on a CPU; `partitions`: each has a server of its own.
     """
     count = prompts.num_prompts
     answers, most_answers = prompts.given, prompts.given
@@ -140,11 +149,12 @@ def estimate(
     is_given = prompts.given is not None
     read = rows if is_given else prompts.tokens + (rows if read_again else 0)
     reading_speed, writing_speed = plan.speeds(on_gpu=num_gpus > 0)
-    reading = read / reading_speed
-    answering = 0.0 if is_given else answers / writing_speed
-    upload = rows * per_row / (plan.upload_mb_per_second * 1e6)
+    reading = read / reading_speed / partitions
+    answering = 0.0 if is_given else answers / writing_speed / partitions
+    upload = rows * per_row / (plan.upload_mb_per_second * 1e6) / partitions
     seconds = max(reading + answering, upload)
-    gpu_hours = num_gpus * seconds / 3600
+    all_gpus = num_gpus * partitions
+    gpu_hours = all_gpus * seconds / 3600
     return Estimate(
         prompts=prompts,
         answer_tokens=answers,
@@ -157,11 +167,11 @@ def estimate(
         answering_seconds=answering,
         upload_seconds=upload,
         seconds=seconds,
-        num_gpus=num_gpus,
+        num_gpus=all_gpus,
         gpu_hours=gpu_hours,
         money=gpu_hours * plan.price_per_gpu_hour if num_gpus and plan.price_per_gpu_hour is not None else None,
         currency=plan.currency,
-        assumptions=tuple(_assumptions(plan, prompts, max_new_tokens, num_gpus)),
+        assumptions=tuple(_assumptions(plan, prompts, max_new_tokens, num_gpus, partitions)),
     )
 
 
@@ -173,13 +183,17 @@ def most_staged(asked: int, *, shard_bytes: int, longest: int, row_bytes: int) -
     return max(asked, 2 * (shard_bytes + longest * row_bytes))
 
 
-def _assumptions(plan: PlanParams, prompts: PromptTokens, max_new_tokens: int, num_gpus: int) -> list[str]:
+def _assumptions(
+    plan: PlanParams, prompts: PromptTokens, max_new_tokens: int, num_gpus: int, partitions: int
+) -> list[str]:
     reading, writing = plan.speeds(on_gpu=num_gpus > 0)
     said = [
         f"one server reads {reading:,.0f} tokens/s and writes {writing:,.0f} (plan.prefill_tokens_per_second, "
         "plan.decode_tokens_per_second)",
         f"the store takes {plan.upload_mb_per_second:,.0f} MB/s (plan.upload_mb_per_second)",
     ]
+    if partitions > 1:
+        said.append(f"{partitions} partitions run at once, each with a worker, a server and an upload of its own")
     if prompts.given is None and plan.mean_answer_tokens is None:
         said.append(f"every answer has {max_new_tokens:,} tokens, the most allowed (plan.mean_answer_tokens)")
     elif prompts.given is None or prompts.known == "assumed":

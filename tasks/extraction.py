@@ -6,10 +6,10 @@ A killed one goes on where it was (`tasks.resume`); what is known to be done sta
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -37,6 +37,7 @@ from tasks.inputs import (
     check_lengths,
     check_room,
     most_bytes,
+    partitioned,
     prompt_parts,
     prompts_sha256,
     resolve_ids,
@@ -44,13 +45,22 @@ from tasks.inputs import (
     tell_ignored,
     touch_store,
 )
-from tasks.journal import JournalError, Served
-from tasks.params import ExtractParams
+from tasks.journal import JournalError, Served, partition_mark
+from tasks.params import ExtractParams, PartitionParams
 from tasks.planning import announce_extraction
 from tasks.probe import NoProbe
 from tasks.progress import StageProgress
 from tasks.provenance import git_commit, package_versions, prefect_run_url
-from tasks.resume import Extraction, Heartbeat, abandon, asked_for, begin, check_same_server, end
+from tasks.resume import (
+    Extraction,
+    Heartbeat,
+    abandon,
+    asked_for,
+    begin,
+    begin_partition,
+    check_same_server,
+    end,
+)
 from tasks.serving import capture_config, log_path
 from tasks.targets import open_target
 
@@ -69,10 +79,12 @@ class Captured:
     ref: DumpRef
     manifest: Manifest
     extraction: Extraction
+    partitions: tuple[str, ...] = ()  # a line on each, where the extraction was split
 
     @classmethod
-    def of(cls, extraction: Extraction, manifest: Manifest) -> Self:
-        return cls(DumpRef(uri=extraction.uri, sha256=manifest.digest()), manifest, extraction)
+    def of(cls, extraction: Extraction, manifest: Manifest, partitions: Sequence[str] = ()) -> Self:
+        ref = DumpRef(uri=extraction.uri, sha256=manifest.digest())
+        return cls(ref, manifest, extraction, tuple(partitions))
 
     def metrics(self) -> dict[str, float]:
         manifest = self.manifest
@@ -84,33 +96,54 @@ class Captured:
 def capture_dump(params: ExtractParams, settings: Settings) -> Captured:
     """Serve the target, capture every prompt that an earlier try has not, commit the dump."""
     with StageProgress("extract", "prompts") as progress:
+        wanted = Wanted.of(params, settings, progress)
+        extraction = begin(params, wanted.asked, settings, progress.note)
+        if extraction.committed:
+            progress.note("the dump is committed already")
+            return Captured.of(extraction, extraction.committed)
+        with owned(wanted, extraction, settings, progress) as job:
+            return Captured.of(extraction, commit(job, *_capture(job, settings, wanted.dtype)))
+
+
+@task(name="capture a partition", cache_policy=NO_CACHE)
+def capture_partition(part: PartitionParams, settings: Settings) -> None:
+    """Serve the target, capture the prompts of one part; what is stored is merged by the extraction that started it."""
+    with StageProgress("partition", "prompts") as progress:
+        params = part.extraction
+        wanted = Wanted.of(params, settings, progress)
+        prompts = partitioned(wanted.prompts, params.partitions, params.answers.max_new_tokens)[part.number]
+        extraction = begin_partition(part, wanted.asked, prompts, settings, progress.note)
+        if extraction.committed:
+            progress.note("the dump is committed already")
+            return
+        part_of_it = replace(wanted, params=params.model_copy(update={"partitions": 1}), prompts=prompts)
+        with owned(part_of_it, extraction, settings, progress) as job:
+            _capture(job, settings, wanted.dtype)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an extraction is to capture, as this worker finds it."""
+
+    params: ExtractParams
+    target: "Target"
+    prompts: Sequence[TokenizedPrompt]
+    dtype: str  # of the states
+    asked: dict[str, Any]
+
+    @classmethod
+    def of(cls, params: ExtractParams, settings: Settings, progress: StageProgress) -> Self:
         touch_store(open_store(settings.store, settings))
         target = open_target(params.target, settings, progress.note)
         train, heldout = prompt_parts(params.prompts, params.answers, target)  # the benchmark's prompts must fit too
         tell_ignored(train, heldout)
         dtype = states_dtype(params.serving, target, settings)
-        extraction = begin(params, asked_for(params, target, train.prompts, dtype), settings, progress.note)
-        for remark in extraction.remarks:
-            get_run_logger().warning(remark)
-        if extraction.committed:
-            progress.note("the dump is committed already")
-            return Captured.of(extraction, extraction.committed)
-        work = settings.root / "staging" / f"{params.name}-{extraction.tag}"
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            with Heartbeat(extraction):
-                job = _Job(params, target, train.prompts, extraction, work, progress)
-                captured = Captured.of(extraction, _commit(job, *_capture(job, settings, dtype)))
-        except BaseException:
-            _tell_what_stays(work, extraction, settings)
-            raise
-        shutil.rmtree(work, ignore_errors=True)
-        return captured
+        return cls(params, target, train.prompts, dtype, asked_for(params, target, train.prompts, dtype))
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One extraction on this worker."""
+class Job:
+    """One extraction, or one partition, on this worker."""
 
     params: ExtractParams
     target: "Target"
@@ -120,7 +153,23 @@ class _Job:
     progress: StageProgress
 
 
-def _capture(job: _Job, settings: Settings, dtype: str) -> "tuple[Served, list[ShardDone]]":
+@contextmanager
+def owned(wanted: Wanted, extraction: Extraction, settings: Settings, progress: StageProgress) -> Iterator[Job]:
+    """Work on an extraction that was begun: it beats, and after a failure what the next try takes up stays."""
+    for remark in extraction.remarks:
+        get_run_logger().warning(remark)
+    work = settings.root / "staging" / f"{wanted.params.name}-{extraction.tag}"
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        with Heartbeat(extraction):
+            yield Job(wanted.params, wanted.target, wanted.prompts, extraction, work, progress)
+    except BaseException:
+        _tell_what_stays(work, extraction, settings)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _capture(job: Job, settings: Settings, dtype: str) -> "tuple[Served, list[ShardDone]]":
     """The shards of the dump, all in the store, and the server that they come from."""
     params, extraction, served = job.params, job.extraction, job.extraction.journal.served()
     if served and len(extraction.done_ids) == len(job.prompts):  # killed after its last shard
@@ -163,7 +212,7 @@ def _capture(job: _Job, settings: Settings, dtype: str) -> "tuple[Served, list[S
         return served, run.run()
 
 
-def _commit(job: _Job, served: Served, done: "Sequence[ShardDone]") -> Manifest:
+def commit(job: Job, served: Served, done: "Sequence[ShardDone]") -> Manifest:
     """Write the list of samples, then the manifest: only where none is, and only by the owner that still is one."""
     from eagle3.dump.writer import PackedShard, assemble
 
@@ -200,7 +249,7 @@ def _tell_what_stays(work: Path, extraction: Extraction, settings: Settings) -> 
         abandon(extraction, settings)
 
 
-def _probe(job: _Job, session: Session) -> "Probe | None":
+def _probe(job: Job, session: Session) -> "Probe | None":
     """The probe of this server; None, and a warning, where it cannot be probed as it runs: validation says so too."""
     job.progress.note("the live model is probed")
     try:
@@ -210,7 +259,7 @@ def _probe(job: _Job, session: Session) -> "Probe | None":
         return None
 
 
-def _keep_probe(job: _Job, probe: "Probe | None") -> FileEntry | None:
+def _keep_probe(job: Job, probe: "Probe | None") -> FileEntry | None:
     from eagle3.dump.probe import PROBE_NAME, write_probe
 
     if probe is None:
@@ -221,7 +270,7 @@ def _keep_probe(job: _Job, probe: "Probe | None") -> FileEntry | None:
 
 
 @contextmanager
-def _serving(job: _Job, settings: Settings) -> "Iterator[tuple[SglangServer, EngineIds, Path]]":
+def _serving(job: Job, settings: Settings) -> "Iterator[tuple[SglangServer, EngineIds, Path]]":
     """A server, the ids that it should capture, and its staging folder. One that was attached to is left running."""
     from infra.sglang.installed import sglang_version
     from infra.sglang.server import attach, start_server
@@ -251,7 +300,7 @@ def _serving(job: _Job, settings: Settings) -> "Iterator[tuple[SglangServer, Eng
         record.unlink()
     config = capture_config(params, target.path, ids, staging)
     progress.note("SGLang starts")
-    log = log_path(settings, f"extract-{params.name}")
+    log = log_path(settings, f"extract-{params.name}{partition_mark(job.extraction.claim.partition)}")
     with start_server(config, settings=settings, log_path=log, on_wait=progress.wait("SGLang starts")) as server:
         yield server, ids, staging
 
@@ -327,7 +376,11 @@ def record_extraction(captured: Captured, settings: Settings) -> str:
     )
     lineage = Lineage(settings.mlflow_uri())
     run_id = lineage.record_extraction(
-        captured.ref, manifest, prefect_url=prefect_run_url(), metrics=captured.metrics()
+        captured.ref,
+        manifest,
+        prefect_url=prefect_run_url(),
+        metrics=captured.metrics(),
+        partitions=captured.partitions,
     )
     link_mlflow_run(lineage, run_id, "extraction")
     try:

@@ -31,7 +31,7 @@ _OURS = re.compile(
 )
 # The journal's own files and no others: a name of extractions may be "extraction" too.
 _JOURNAL_FILE = re.compile(
-    rf"(?:(.*)/)?{_JOURNAL}/(?:(?:claim|beat)-\d{{6}}\.json|served\.json|done/shard-[\w.-]+\.json)"
+    rf"(?:(.*)/)?{_JOURNAL}/(?:part-\d{{3}}/)?(?:(?:claim|beat)-\d{{6}}\.json|served\.json|done/shard-[\w.-]+\.json)"
 )
 _READERS = 8
 LEFTOVER_AGE = timedelta(days=7)

@@ -1,4 +1,4 @@
-"""What is known before a server starts: prompts that fit, layer ids that exist, a store that works, enough disk."""
+"""The parts of the checks before a server starts: prompts that fit, layer ids, a store that works, enough disk."""
 
 import shutil
 from collections import Counter
@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from eagle3.capture import CaptureError, CaptureSpec
@@ -19,10 +17,9 @@ from eagle3.errors import Eagle3Error
 from eagle3.prompts import Prompt, PromptError, TokenizedPrompt, load_prompts, split_prompts, tokenize
 from infra.settings import Settings
 from infra.sglang.installed import sglang_version
-from infra.sglang.launch import resolve_device
-from infra.store import Store, StoreError, open_store
-from tasks.params import ALSO_PROMPTS, DEMO_TARGET, AnswerParams, PipelineParams, PromptParams, ServingParams
-from tasks.targets import open_target, target_folder
+from infra.sglang.launch import CPU_MAX_TOKENS, resolve_device
+from infra.store import Store, StoreError
+from tasks.params import AnswerParams, PipelineParams, PromptParams, ServingParams
 
 if TYPE_CHECKING:
     from eagle3.target import Target
@@ -52,11 +49,35 @@ class PromptFile:
         """Of these prompts, not of the file's bytes: the file may hold more than was chosen."""
         return prompts_sha256(self.prompts)
 
+    def most_answer_tokens(self, max_new_tokens: int) -> int:
+        """Of all answers together: those that are given, else as long as allowed."""
+        return sum(prompt.most_answer_tokens(max_new_tokens) for prompt in self.prompts)
+
     def first(self, most: int) -> "PromptFile":
         """The first `most` prompts as a set of its own; this very one where it has no more."""
         if most >= len(self.prompts):
             return self
         return PromptFile(f"{self.name}, first {most}", self.prompts[:most])
+
+
+def partitioned(prompts: Sequence[TokenizedPrompt], count: int, most: int) -> tuple[tuple[TokenizedPrompt, ...], ...]:
+    """The prompts in `count` parts of about as many tokens, an answer of `most` counted; each in the given order.
+
+    The same prompts give the same parts on every machine: the longest goes first, always to the lightest part. Raises
+    PromptError where there are fewer prompts than parts.
+    """
+    if count > len(prompts):
+        raise PromptError(
+            f"{len(prompts)} prompts cannot be split into {count} partitions: every one needs a prompt. Set partitions "
+            f"to {len(prompts)} or less"
+        )
+    tokens = {prompt.id: len(prompt.input_ids) + prompt.most_answer_tokens(most) for prompt in prompts}
+    weights, place = [0] * count, {}
+    for name in sorted(tokens, key=lambda name: (-tokens[name], name)):
+        lightest = weights.index(min(weights))
+        place[name] = lightest
+        weights[lightest] += tokens[name]
+    return tuple(tuple(prompt for prompt in prompts if place[prompt.id] == part) for part in range(count))
 
 
 def prompts_sha256(prompts: Iterable[TokenizedPrompt]) -> str:
@@ -108,18 +129,24 @@ def named_apart(files: Sequence[PromptFile]) -> tuple[PromptFile, ...]:
 
 
 def _tokens(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
-    return tuple(
-        tokenize(
-            [prompt.opening for prompt in prompts],
-            target.tokenizer(),
-            context_length=target.context_length,
-            max_new_tokens=answers.max_new_tokens,
+    from eagle3.target import quiet_transformers
+
+    with quiet_transformers():  # it warns of what is refused here
+        return tuple(
+            tokenize(
+                [prompt.opening for prompt in prompts],
+                target.tokenizer(),
+                context_length=target.context_length,
+                max_new_tokens=answers.max_new_tokens,
+            )
         )
-    )
 
 
 def _given(prompts: Sequence[Prompt], answers: AnswerParams, target: "Target") -> tuple[TokenizedPrompt, ...]:
-    return tuple(tokenize_given(prompts, target.tokenizer(), answers.given, context_length=target.context_length))
+    from eagle3.target import quiet_transformers
+
+    with quiet_transformers():
+        return tuple(tokenize_given(prompts, target.tokenizer(), answers.given, context_length=target.context_length))
 
 
 def _ignored(prompts: Sequence[Prompt]) -> int:
@@ -133,13 +160,29 @@ def check_lengths(
 
     Its limit is the smaller of context and KV cache. `read_again`: prompt and answer are also sent as one prompt.
     """
-    limit = info.max_req_input_len
-    if limit is None:
-        return
+    if info.max_req_input_len is not None:
+        check_limit(info.max_req_input_len, prompts, max_new_tokens, read_again=read_again)
+
+
+def known_limit(serving: ServingParams, context_length: int, settings: Settings) -> int:
+    """The max_req_input_len, at most, of a server that is yet to be started: by the context, and a cache that is set.
+
+    SGLang 0.5.23 (tp_worker.py): one token of the context and one of the cache are never used.
+    """
+    cache = serving.max_total_tokens
+    if cache is None and resolve_device(serving.device, settings) == "cpu":
+        cache = CPU_MAX_TOKENS
+    return min(context_length, cache or context_length) - 1 - _INPUT_MARGIN
+
+
+def check_limit(
+    limit: int, prompts: Sequence[TokenizedPrompt], max_new_tokens: int, *, read_again: bool = False
+) -> None:
+    """`check_lengths` for a server that takes prompts under `limit` tokens."""
     given = max((p for p in prompts if p.given), key=_read_tokens, default=None)
     if given is not None and _read_tokens(given) >= limit:
         raise PromptError(
-            f"conversation {given.id} has {_read_tokens(given)} tokens, but this server takes prompts under {limit}: "
+            f"conversation {given.id} has {_read_tokens(given)} tokens, but the server takes prompts under {limit}: "
             "enlarge the KV cache (serving.max_total_tokens) where the target's context is longer, or cut longer "
             "conversations (answers.given.max_tokens, answers.given.too_long)"
         )
@@ -152,7 +195,7 @@ def check_lengths(
     if tokens < limit and tokens + max_new_tokens <= most:
         return
     raise PromptError(
-        f"prompt {longest.id} has {tokens} tokens and its answer up to {max_new_tokens}, but this server takes prompts "
+        f"prompt {longest.id} has {tokens} tokens and its answer up to {max_new_tokens}, but the server takes prompts "
         f"under {limit} tokens and {most} with the answer: enlarge the KV cache (serving.max_total_tokens) where the "
         "target's context is longer, take shorter prompts, or ask for shorter answers (answers.max_new_tokens)"
     )
@@ -202,6 +245,13 @@ def bytes_per_token(capture: CaptureSpec, hidden_size: int, dtype: str) -> int:
     return len(capture.points) * hidden_size * _BYTES[dtype]
 
 
+def reads_again(answers: AnswerParams, serving: ServingParams, settings: Settings) -> bool:
+    """Whether answers are captured by a second pass; `auto` takes one where decode graphs are on: never on a CPU."""
+    if answers.source != "auto":
+        return answers.source == "answer_then_prefill"
+    return resolve_device(serving.device, settings) == "cuda" and not serving.disable_decode_graphs
+
+
 def most_bytes(prompts: Sequence[TokenizedPrompt], max_new_tokens: int, per_token: int) -> int:
     """Upper bound of a dump: every prompt's tokens and the longest answer, whose last token has no row."""
     rows = sum(len(prompt.input_ids) + prompt.most_answer_tokens(max_new_tokens) - 1 for prompt in prompts)
@@ -227,31 +277,6 @@ def touch_store(store: Store) -> None:
     store.put_bytes(_TOUCHED, b"eagle3 can write here\n")
     if not store.exists(_TOUCHED):
         raise StoreError(f"{store.uri_of(_TOUCHED)} was written and is not there: this store loses objects.")
-
-
-@task(name="check inputs", cache_policy=NO_CACHE)
-def check_inputs(params: PipelineParams, settings: Settings) -> None:
-    """Everything that a stage would refuse after minutes and that is known now. Starts nothing.
-
-    Where the target's folder is not on this worker, its checks are left to the extraction, and that is logged.
-    """
-    logger = get_run_logger()
-    touch_store(open_store(settings.store, settings))
-    if params.target.path != DEMO_TARGET and not target_folder(params.target, settings).exists():
-        logger.warning(
-            "the target's folder %s is not on this worker: prompts and layer ids are checked by the extraction",
-            params.target.path,
-        )
-        return
-    target = open_target(params.target, settings, logger.info)
-    version = plan_version(params, settings)
-    resolve_ids(params.capture, version=version, model_class=target.model_class, num_layers=target.num_layers)
-    files = [*prompt_parts(params.prompts, params.answers, target)]
-    files += [further_prompts(name, ALSO_PROMPTS, params.answers, target) for name in params.also]
-    files = [files[0], *named_apart(files[1:])]  # the training prompts are not measured on
-    tell_ignored(*files)
-    for file in files:
-        logger.info("%s: %d prompts fit the target", file.name, len(file.prompts))
 
 
 def plan_version(params: PipelineParams, settings: Settings) -> str:

@@ -4,6 +4,7 @@
     <dump>/extraction/beat-000000.json    that owner is at work; written again and again
     <dump>/extraction/served.json         the server that the first owner used, and its probe
     <dump>/extraction/done/<shard>.json   a shard that was stored and verified, and the samples in it
+    <dump>/extraction/part-000/...        the same of a partition, where the extraction was split: each has its own
 
 Claims are written where nothing is, so of two owners with the same number one is refused. The files of each owner have
 names of their own: an owner that was taken for dead and is not can spoil nothing, and ends at its next shard.
@@ -24,11 +25,11 @@ from eagle3.digests import sha256_json
 from eagle3.dump.manifest import EngineRecord, FileEntry, Generation, SampleRecord, ShardEntry
 from eagle3.errors import Eagle3Error
 from infra.store import AlreadyExists, MissingObject, Store
+from tasks.params import MAX_PARTITIONS
 
 FOLDER = "extraction"
-_DONE = f"{FOLDER}/done/"
-_SERVED = f"{FOLDER}/served.json"
-_CLAIM = re.compile(rf"{FOLDER}/claim-(\d{{6}})\.json")
+_CLAIM = re.compile(r"claim-(\d{6})\.json")
+_PARTITION = re.compile(rf"{FOLDER}/part-(\d{{3}})/.+")
 _MAX_SMALL_BYTES = 2**20
 _MAX_DONE_BYTES = 2**28  # 500 bytes for each sample of a shard
 
@@ -54,11 +55,17 @@ class Claim(_Entry):
     machine: str = Field(description="Changes when the machine is started again")
     pid: int
     started: float = Field(description="Of the process, seconds since the epoch")
+    partition: int | None = Field(None, ge=0, lt=MAX_PARTITIONS, description="Of an extraction that was split")
+    run: str | None = Field(None, description="Prefect's id of its flow run")
 
     @classmethod
-    def of_this_process(cls, number: int, asked: dict[str, Any]) -> Self:
+    def of_this_process(
+        cls, number: int, asked: dict[str, Any], *, partition: int | None = None, run: str | None = None
+    ) -> Self:
         return cls(
             number=number,
+            partition=partition,
+            run=run,
             owner=uuid.uuid4().hex,
             asked=asked,
             host=socket.gethostname(),
@@ -74,12 +81,16 @@ class Claim(_Entry):
     @property
     def stem(self) -> str:
         """How the names of this owner's shards begin."""
-        return f"shard-r{self.number}" if self.number else "shard"
+        return f"shard{self._mark}"
 
     def own_name(self, name: str) -> str:
         """The name of a file that every owner would write, `samples.jsonl`, as this owner writes it."""
         stem, dot, suffix = name.partition(".")
-        return f"{stem}-r{self.number}{dot}{suffix}" if self.number else name
+        return f"{stem}{self._mark}{dot}{suffix}"
+
+    @property
+    def _mark(self) -> str:
+        return partition_mark(self.partition) + (f"-r{self.number}" if self.number else "")
 
     def process(self) -> Literal["runs", "ended", "unknown"]:
         """Whether the owner's process still runs, as far as this machine can tell."""
@@ -118,20 +129,33 @@ class ShardDone(_Entry):
 
 
 class Journal:
-    """Reads and writes the journal of the extraction at `store`. Methods raise StoreError, and JournalError."""
+    """Reads and writes the journal of the extraction at `store`. Methods raise StoreError, and JournalError.
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    That of a partition is a folder below; its shards lie beside those of the others, under names of their own.
+    """
+
+    def __init__(self, store: Store, partition: int | None = None) -> None:
+        self.store, self._partition = store, partition
+        self._folder = FOLDER if partition is None else f"{FOLDER}/part-{partition:03d}"
+        self._done, self._served = f"{self._folder}/done/", f"{self._folder}/served.json"
+
+    def partitions(self) -> list["Journal"]:
+        """The journals of the partitions that were begun here, by number."""
+        found = (_PARTITION.fullmatch(key) for key, _ in self.store.list(f"{FOLDER}/part-"))
+        return [Journal(self.store, number) for number in sorted({int(match[1]) for match in found if match})]
 
     def last_claim(self) -> Claim | None:
         """The claim that counts: the one with the highest number."""
-        numbers = [int(found[1]) for key, _ in self.store.list(f"{FOLDER}/claim-") if (found := _CLAIM.fullmatch(key))]
-        return self._read(Claim, _claim_key(max(numbers)), _MAX_SMALL_BYTES) if numbers else None
+        return next(iter(self._claims(self._claim_numbers()[-1:])), None)
+
+    def claims(self) -> list[Claim]:
+        """Every owner that this extraction has had, in order."""
+        return self._claims(self._claim_numbers())
 
     def claim(self, claim: Claim) -> None:
         """Take the extraction; JournalError where another process was faster."""
         try:
-            self.store.put_bytes(_claim_key(claim.number), _bytes(claim), if_absent=True)
+            self.store.put_bytes(self._claim_key(claim.number), _bytes(claim), if_absent=True)
         except AlreadyExists:
             raise JournalError(
                 f"{self.store.uri}: another process took this extraction at the same moment. Wait for it, or give "
@@ -139,38 +163,38 @@ class Journal:
             ) from None
 
     def check_still_mine(self, claim: Claim) -> None:
-        """JournalError where a later owner has taken the extraction over."""
-        if self.store.exists(_claim_key(claim.number + 1)):
+        """JournalError where a later owner has taken the extraction over, or even finished it."""
+        if self.store.exists(self._claim_key(claim.number + 1)) or not self.store.exists(self._claim_key(claim.number)):
             raise JournalError(
                 f"{self.store.uri}: another process has taken this extraction over, so this one stops; nothing of it "
                 "is mixed in. It happens where this process did not reach the store for a while"
             )
 
     def beat(self, claim: Claim, beat: Beat) -> None:
-        self.store.put_bytes(_beat_key(claim.number), _bytes(beat))
+        self.store.put_bytes(self._beat_key(claim.number), _bytes(beat))
 
     def last_beat(self, claim: Claim) -> Beat | None:
         try:
-            return self._read(Beat, _beat_key(claim.number), _MAX_SMALL_BYTES)
+            return self._read(Beat, self._beat_key(claim.number), _MAX_SMALL_BYTES)
         except MissingObject:
             return None
 
     def served(self) -> Served | None:
         """What the first owner noted of its server; None where it did not come so far."""
         try:
-            return self._read(Served, _SERVED, _MAX_SMALL_BYTES)
+            return self._read(Served, self._served, _MAX_SMALL_BYTES)
         except MissingObject:
             return None
 
     def note_served(self, served: Served) -> None:
         try:
-            self.store.put_bytes(_SERVED, _bytes(served), if_absent=True)
+            self.store.put_bytes(self._served, _bytes(served), if_absent=True)
         except AlreadyExists:
             raise JournalError(f"{self.store.uri}: another process notes its server here, so this one stops") from None
 
     def note_done(self, done: ShardDone) -> None:
         """A shard is stored and verified: its samples need not be captured again."""
-        self.store.put_bytes(f"{_DONE}{done.shard.name}.json", _bytes(done), if_absent=True)
+        self.store.put_bytes(f"{self._done}{done.shard.name}.json", _bytes(done), if_absent=True)
 
     def done(self) -> tuple[list[ShardDone], list[str]]:
         """The shards that count, in order of owner and number, and sentences on those that do not.
@@ -178,10 +202,10 @@ class Journal:
         One that is missing in the store, has another size, or repeats a sample does not count. Nothing is read again:
         its digest was compared when it was stored, and is again by whoever fetches the dump.
         """
-        sizes = dict(self.store.list("shard-"))
+        sizes = dict(self.store.list(f"shard{partition_mark(self._partition)}-"))
         noted = [
             self._read(ShardDone, key, _MAX_DONE_BYTES)
-            for key, _ in self.store.list(_DONE)
+            for key, _ in self.store.list(self._done)
             if key.endswith(".safetensors.json")
         ]
         kept: list[ShardDone] = []
@@ -197,8 +221,8 @@ class Journal:
             ]
             if (len(ids), rows) != (done.shard.samples, done.shard.tokens):
                 raise JournalError(
-                    f"{self.store.uri_of(_DONE + done.shard.name)}.json does not list the {done.shard.samples} samples "
-                    "of its shard: it was changed. Remove it, and its samples are captured again"
+                    f"{self.store.uri_of(self._done + done.shard.name)}.json does not list the {done.shard.samples} "
+                    "samples of its shard: it was changed. Remove it, and its samples are captured again"
                 )
             if wrong:
                 size = sizes.get(wrong[0].name)
@@ -214,15 +238,33 @@ class Journal:
     def forget(self, keep: Sequence[str]) -> None:
         """After the commit: remove the journal, and shards, lists and probes that the manifest does not name (`keep`).
 
-        The claims go last: until then the extraction is known to be one.
+        With its partitions, where it has any; of a partition's only its own. The claims go last: until then the
+        extraction is known to be one.
         """
-        for prefix in ("shard-", "samples", "probe"):
+        mark = partition_mark(self._partition)
+        for prefix in (f"shard{mark}-", f"samples{mark}", f"probe{mark}"):
             for key, _ in self.store.list(prefix):
                 if key not in keep and "/" not in key:
                     self.store.delete(key)
-        keys = [key for key, _ in self.store.list(f"{FOLDER}/")]
-        for key in sorted(keys, key=lambda key: (_CLAIM.fullmatch(key) is not None, key)):
+        keys = [key for key, _ in self.store.list(f"{self._folder}/")]
+        for key in sorted(keys, key=lambda key: (self._claim(key) is not None, key)):
             self.store.delete(key)
+
+    def _claims(self, numbers: Sequence[int]) -> list[Claim]:
+        return [self._read(Claim, self._claim_key(number), _MAX_SMALL_BYTES) for number in numbers]
+
+    def _claim_numbers(self) -> list[int]:
+        found = (self._claim(key) for key, _ in self.store.list(f"{self._folder}/claim-"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _claim(self, key: str) -> re.Match[str] | None:
+        return _CLAIM.fullmatch(key.removeprefix(f"{self._folder}/"))
+
+    def _claim_key(self, number: int) -> str:
+        return f"{self._folder}/claim-{number:06d}.json"
+
+    def _beat_key(self, number: int) -> str:
+        return f"{self._folder}/beat-{number:06d}.json"
 
     def _read(self, model: type[_Model], key: str, max_bytes: int) -> _Model:
         data = self.store.get_bytes(key, max_bytes=max_bytes)
@@ -243,12 +285,9 @@ def this_machine() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def _claim_key(number: int) -> str:
-    return f"{FOLDER}/claim-{number:06d}.json"
-
-
-def _beat_key(number: int) -> str:
-    return f"{FOLDER}/beat-{number:06d}.json"
+def partition_mark(partition: int | None) -> str:
+    """In the names of a partition's files. All of one width: no name of one begins as another's do."""
+    return "" if partition is None else f"-p{partition:03d}"
 
 
 def _bytes(entry: BaseModel) -> bytes:

@@ -4,22 +4,34 @@ Light on purpose (no torch, no mlflow): a worker and the UI load a flow in about
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eagle3.acceptance.definitions import SpecSettings
-from eagle3.capture import CapturePoint, CaptureSpec
+from eagle3.capture import CapturePoint, CapturePoints, CaptureSpec
 from eagle3.conversations import GivenSettings
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from eagle3.training.config import TrainingConfig
 from infra.sglang.launch import CPU_MAX_TOKENS
 from tasks.estimate import PlanParams
+from tasks.param_errors import NAME_PATTERN, fault_lines, with_points
 
 DEMO_TARGET = "smollm2"
 ALSO_PROMPTS = 24  # of each further prompt file
+MAX_PARTITIONS = 128
+Partitions = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=MAX_PARTITIONS,
+        title="Partitions",
+        description="More than one: the prompts are split, each part is a flow run on the GPU workers' pool, and one "
+        "manifest is written over all. The extraction itself then runs in the other pool: extract/cpu",
+    ),
+]
 
 
 class ParamsError(Eagle3Error, ValueError):
@@ -28,6 +40,19 @@ class ParamsError(Eagle3Error, ValueError):
 
 class _Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _OfATarget(_Params):
+    """Parameters that name points of `target`: what is wrong with a point is told beside what that target has."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _tell_points(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            target = data.get("target") if isinstance(data, dict) else None
+            raise with_points(error, target, DEMO_TARGET) from None
 
 
 class TargetShape(_Params):
@@ -39,6 +64,7 @@ class TargetShape(_Params):
     num_layers: int = Field(gt=0, title="Decoder layers")
     hidden_size: int = Field(gt=0, title="Hidden size")
     vocab_size: int = Field(gt=0, title="Vocabulary size")
+    context_length: int | None = Field(None, gt=0, title="Context", description="Tokens of the longest sequence")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", title="Type of the states")
 
 
@@ -130,12 +156,12 @@ class AnswerParams(_Params):
     given: GivenSettings = Field(GivenSettings(), description="Used where the answers are given")
 
 
-class ExtractParams(_Params):
+class ExtractParams(_OfATarget):
     """Answers prompts with the target and captures its states into a dump."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Extraction")
 
-    name: str = Field("smollm2-demo", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", title="Name")
+    name: str = Field("smollm2-demo", pattern=NAME_PATTERN, title="Name")
     target: TargetParams = TargetParams()
     prompts: PromptParams = PromptParams()
     capture: CaptureSpec = Field(
@@ -159,7 +185,24 @@ class ExtractParams(_Params):
         description="auto: go on with an unfinished extraction of this name that asked for the same; new: leave it and "
         "begin anew; or the URI of the one to go on with",
     )
+    partitions: Partitions = 1
     plan: PlanParams = PlanParams()
+
+
+class PartitionParams(_Params):
+    """One part of an extraction that was split; the extraction starts it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Partition")
+
+    extraction: ExtractParams
+    uri: str = Field(pattern=r"^(s3|file)://", title="Place of the whole extraction")
+    number: int = Field(ge=0, title="Number of this part, from 0")
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if self.number >= self.extraction.partitions:
+            raise ParamsError(f"there is no part {self.number} of {self.extraction.partitions}, counted from 0")
+        return self
 
 
 class ValidateParams(_Params):
@@ -197,7 +240,7 @@ class TrainParams(_Params):
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Training")
 
-    name: str = Field("smollm2-demo", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", title="Name")
+    name: str = Field("smollm2-demo", pattern=NAME_PATTERN, title="Name")
     dump: DumpRef
     target: TargetParams = TargetParams()
     drafter: DrafterParams = DrafterParams()
@@ -213,13 +256,13 @@ class MismatchParams(_Params):
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Deliberate mismatch")
 
-    points: tuple[CapturePoint, ...] = Field(
+    points: CapturePoints = Field(
         (CapturePoint("embed"), CapturePoint("layers.2"), CapturePoint("layers.15")), title="Wrong layers"
     )
     num_prompts: int = Field(8, ge=1, title="Prompts")
 
 
-class BenchmarkParams(_Params):
+class BenchmarkParams(_OfATarget):
     """Serves held-out prompts without and with the drafter, and compares."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Benchmark")
@@ -249,17 +292,18 @@ class RegisterParams(_Params):
     alias: str = Field("champion", pattern=r"^[a-z][a-z0-9_-]{0,49}$", title="Alias")
 
 
-class PipelineParams(_Params):
+class PipelineParams(_OfATarget):
     """From prompts to a registered drafter."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="Pipeline")
 
-    name: str = Field("smollm2-demo", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", title="Name")
+    name: str = Field("smollm2-demo", pattern=NAME_PATTERN, title="Name")
     target: TargetParams = TargetParams()
     prompts: PromptParams = PromptParams()
     capture: CaptureSpec = ExtractParams.model_fields["capture"].default
     answers: AnswerParams = AnswerParams()
     serving: ServingParams = ServingParams()
+    partitions: Partitions = 1
     drafter: DrafterParams = DrafterParams()
     training: TrainingConfig = TrainingConfig()
     spec: SpecSettings = SpecSettings.chain(3)
@@ -277,6 +321,11 @@ class PipelineParams(_Params):
     def _mismatch_differs(self) -> Self:
         if self.mismatch and self.mismatch.points == self.capture.aux:
             raise ParamsError(f"the mismatch serves {', '.join(self.capture.aux)}, which are the right layers")
+        if self.mismatch and len(self.mismatch.points) != len(self.capture.aux):
+            raise ParamsError(
+                f"mismatch.points has {len(self.mismatch.points)} points and capture.aux {len(self.capture.aux)}: the "
+                "same weights are served on both, so name as many, or set `mismatch: null`"
+            )
         return self
 
     @classmethod
@@ -285,7 +334,10 @@ class PipelineParams(_Params):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ParamsError(f"cannot read the configuration {path}: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ParamsError(
+                f"cannot read the configuration {path} ({reason}): expected a YAML file such as configs/smollm2.yaml"
+            ) from None
         try:
             data = yaml.safe_load(text) or {}
         except yaml.YAMLError as error:
@@ -298,11 +350,11 @@ class PipelineParams(_Params):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors(include_url=False)]
-            raise ParamsError(f"{where}: not the pipeline's parameters:\n" + "\n".join(lines)) from None
+            lines = "".join(f"\n  {line}" for line in fault_lines(error, cls))
+            raise ParamsError(f"{where}: not the pipeline's parameters:{lines}") from None
 
     def extraction(self) -> ExtractParams:
-        shared = {"name", "target", "prompts", "capture", "answers", "serving", "plan"}
+        shared = {"name", "target", "prompts", "capture", "answers", "serving", "partitions", "plan"}
         return ExtractParams(**{field: getattr(self, field) for field in shared})
 
     def validation(self, dump: DumpRef) -> ValidateParams:

@@ -11,8 +11,10 @@ from eagle3.prompts import Prompt, TokenizedPrompt, load_prompts, split_prompts
 from eagle3.training.config import TrainingConfig
 from infra.settings import Settings
 from infra.sglang.launch import LaunchPlan, launch_plan, resolve_device
+from tasks.advice import data_advice, passes_over
 from tasks.estimate import Estimate, PromptTokens, estimate, most_staged
-from tasks.inputs import ROW_BYTES, NoRoom, bytes_per_token, plan_version, prompt_parts, resolve_ids, states_dtype
+from tasks.input_checks import check_drafter, check_points, check_prompts
+from tasks.inputs import ROW_BYTES, NoRoom, bytes_per_token, plan_version, reads_again, states_dtype
 from tasks.params import DEMO_TARGET, ExtractParams, PipelineParams, TargetShape
 from tasks.room import Room, refuse_lacking, staging_elsewhere, staging_room, store_rooms
 from tasks.serving import capture_config
@@ -44,6 +46,7 @@ class Plan(BaseModel):
     rooms: tuple[Room, ...]
     training: TrainingConfig
     passes: float | None = Field(description="Over the samples, where the budget is in steps")
+    advice: tuple[str, ...] = Field(description="What is allowed and probably not wanted, with figures")
 
     @property
     def verdict(self) -> Literal["fits", "lacking", "unknown"]:
@@ -51,24 +54,31 @@ class Plan(BaseModel):
         return "lacking" if "lacking" in verdicts else "unknown" if "unknown" in verdicts else "fits"
 
 
-def plan_pipeline(params: PipelineParams, settings: Settings, staging: Path | None = None) -> Plan:
-    """Resolve everything that can be resolved without a server.
+def plan_pipeline(
+    params: PipelineParams,
+    settings: Settings,
+    staging: Path | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Resolve everything that can be resolved without a server; refuse what the pipeline's own start would refuse.
+
+    Writes nothing but the demo's model, where that is the target and not made yet; `on_progress` is told. A store that
+    cannot be written to is found by the start only.
 
     `staging` is a folder on the disk where captured rows will wait; unset: this machine's own, where the target is on
     this machine, else the worker's, which cannot be asked from here.
     """
-    shape, shape_from, folder, target = _shape(params, settings)
-    ids = resolve_ids(
-        params.capture,
-        version=plan_version(params, settings),
-        model_class=shape.model_class,
-        num_layers=shape.num_layers,
-    )
+    shape, shape_from, folder, target = _shape(params, settings, on_progress)
+    version = plan_version(params, settings)
+    ids = check_points(params, version=version, model_class=shape.model_class, num_layers=shape.num_layers)
+    if target:
+        check_drafter(params, target)
     extraction = params.extraction()
     config = capture_config(extraction, folder, ids, settings.root / "staging" / params.name)
     launch: LaunchPlan = launch_plan(config, _PLAN_PORT, settings)
     per_token = bytes_per_token(params.capture, shape.hidden_size, shape.dtype)
-    figures = _estimate(extraction, _prompt_tokens(params, target), per_token, settings)
+    tokens, remarks = _prompt_tokens(params, shape, target, settings)
+    figures = _estimate(extraction, tokens, per_token, settings)
     here = staging or (settings.root if target else None)
     needed = _staging_need(extraction, figures)
     waiting = staging_room(here, needed) if here else staging_elsewhere(needed)
@@ -87,7 +97,8 @@ def plan_pipeline(params: PipelineParams, settings: Settings, staging: Path | No
         estimate=figures,
         rooms=(waiting, *store_rooms(settings, figures.most_bytes, waiting)),
         training=params.training,
-        passes=_passes(params.training, figures.prompts.num_prompts),
+        passes=passes_over(params, tokens.num_prompts),
+        advice=(*remarks, *data_advice(params, tokens.num_prompts, figures.most_answer_tokens)),
     )
 
 
@@ -133,7 +144,6 @@ def _staging_need(params: ExtractParams, figures: Estimate) -> int:
 def _estimate(params: ExtractParams, prompts: PromptTokens, per_token: int, settings: Settings) -> Estimate:
     serving = params.serving
     on_gpu = resolve_device(serving.device, settings) == "cuda"
-    source = params.answers.source
     return estimate(
         params.plan,
         prompts,
@@ -141,37 +151,40 @@ def _estimate(params: ExtractParams, prompts: PromptTokens, per_token: int, sett
         max_new_tokens=params.answers.max_new_tokens,
         bytes_per_token=per_token,
         row_bytes=ROW_BYTES,
-        # `auto` captures while answering where decode graphs are off, as they are on a CPU.
-        read_again=source == "answer_then_prefill"
-        or (source == "auto" and on_gpu and not serving.disable_decode_graphs),
+        read_again=reads_again(params.answers, serving, settings),
         num_gpus=serving.tensor_parallel if on_gpu else 0,
+        partitions=1 if serving.attach else params.partitions,  # one running server is as fast as it is
     )
 
 
-def _passes(training: TrainingConfig, num_samples: int) -> float | None:
-    return training.budget * training.batch_size / num_samples if training.budget_unit == "steps" else None
-
-
-def _shape(params: PipelineParams, settings: Settings) -> "tuple[TargetShape, str, Path, Target | None]":
+def _shape(
+    params: PipelineParams, settings: Settings, on_progress: Callable[[str], None] | None
+) -> "tuple[TargetShape, str, Path, Target | None]":
     """The target's shape, where that is known from, its folder, and the target where it is on this machine."""
     named = Path(params.target.path).expanduser()
     if params.target.path != DEMO_TARGET and params.target.shape and not named.exists():
         return params.target.shape, "the configuration (the target's folder is not on this machine)", named, None
-    target = open_target(params.target, settings)
+    target = open_target(params.target, settings, on_progress)
     shape = TargetShape.model_validate(
         {
             "model_class": target.model_class,
             "num_layers": target.num_layers,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
+            "context_length": target.context_length,
             "dtype": states_dtype(params.serving, target, settings),
         }
     )
     return shape, "config.json", target_folder(params.target, settings), target
 
 
-def _prompt_tokens(params: PipelineParams, target: "Target | None") -> PromptTokens:
-    """Tokenised where prompts and tokenizer are here, estimated from the text, or assumed where there is no text."""
+def _prompt_tokens(
+    params: PipelineParams, shape: TargetShape, target: "Target | None", settings: Settings
+) -> tuple[PromptTokens, tuple[str, ...]]:
+    """Tokenised where prompts and tokenizer are here, estimated from the text, or assumed where there is no text.
+
+    And what an estimate cannot refuse: PromptError is raised for what is known.
+    """
     path, given = Path(params.prompts.file), params.answers.source == "given"
     if not path.exists() and params.prompts.num_train:
         count, mean, plan = params.prompts.num_train, params.plan.mean_prompt_tokens, params.plan
@@ -183,11 +196,11 @@ def _prompt_tokens(params: PipelineParams, target: "Target | None") -> PromptTok
             longest=mean + (answer if given else 0),
             known="assumed",
             where=f"the configuration ({path} is not on this machine)",
-        )
+        ), ()
     if target is not None:
-        train, _ = prompt_parts(params.prompts, params.answers, target)
-        return _tokenized(train.prompts, str(path))
-    chosen, _ = split_prompts(
+        train, _ = check_prompts(params, target, settings)
+        return _tokenized(train.prompts, str(path)), ()
+    chosen, heldout = split_prompts(
         load_prompts(path, given=given),
         num_train=params.prompts.num_train,
         num_heldout=params.prompts.num_heldout,
@@ -204,6 +217,19 @@ def _prompt_tokens(params: PipelineParams, target: "Target | None") -> PromptTok
         longest=max(whole),
         known="estimated",
         where=str(path),
+    ), _probably_too_long((*chosen, *heldout), params, shape)
+
+
+def _probably_too_long(prompts: Sequence[Prompt], params: PipelineParams, shape: TargetShape) -> tuple[str, ...]:
+    per_token, most = params.plan.text_bytes_per_token, params.answers.max_new_tokens
+    longest, tokens = max(
+        ((prompt, _text_tokens(prompt.opening, per_token)) for prompt in prompts), key=lambda pair: pair[1]
+    )
+    if shape.context_length is None or tokens + most <= shape.context_length:
+        return ()
+    return (
+        f"prompt {longest.id} has about {tokens:,} tokens (estimated): with an answer of up to {most:,} that is more "
+        f"than the target's context of {shape.context_length:,}, and the run would refuse it",
     )
 
 

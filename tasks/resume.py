@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eagle3.digests import sha256_bytes, sha256_json
@@ -20,7 +21,7 @@ from infra.settings import Settings
 from infra.store import AlreadyExists, MissingObject, Store, StoreError, open_store
 from tasks.inputs import prompts_sha256
 from tasks.journal import Beat, Claim, Journal, JournalError, Served, ShardDone
-from tasks.params import ExtractParams
+from tasks.params import ExtractParams, PartitionParams
 
 if TYPE_CHECKING:
     from eagle3.target import Target
@@ -60,12 +61,13 @@ class Extraction:
 
     @property
     def journal(self) -> Journal:
-        return Journal(self.store)
+        return Journal(self.store, self.claim.partition)
 
     @property
     def tag(self) -> str:
-        """12 characters that name this extraction on this machine: its folder, and its requests."""
-        return sha256_bytes(self.uri.encode())[:12]
+        """12 characters that name this extraction, or partition, on a machine: its folder, and its requests."""
+        part = "" if self.claim.partition is None else f"#{self.claim.partition}"
+        return sha256_bytes(f"{self.uri}{part}".encode())[:12]
 
     @property
     def done_ids(self) -> frozenset[str]:
@@ -75,8 +77,11 @@ class Extraction:
 def asked_for(
     params: ExtractParams, target: "Target", prompts: Sequence[TokenizedPrompt], dtype: str
 ) -> dict[str, Any]:
-    """By field, what decides whether two extractions give the same dump. A folder's name and a revision are labels."""
-    parts = {
+    """By field, what decides whether two extractions give the same dump. A folder's name and a revision are labels.
+
+    In how many partitions it is split changes no sample, but which of them lie in which journal.
+    """
+    parts: dict[str, dict[str, Any]] = {
         "capture": params.capture.model_dump(mode="json"),
         "target": target.identity().model_dump(mode="json", exclude={"name", "revision"}),
         "tokenizer": target.tokenizer_identity().model_dump(mode="json"),
@@ -84,6 +89,8 @@ def asked_for(
         "answers": params.answers.model_dump(mode="json"),
         "states": {"dtype": dtype},
     }
+    if params.partitions > 1:
+        parts["partitions"] = {"count": params.partitions}
     return {f"{part}.{field}": value for part, fields in parts.items() for field, value in fields.items()}
 
 
@@ -119,6 +126,41 @@ def begin(
     return _take(params.name, open_store(uri, settings), asked, on_note)
 
 
+def begin_partition(
+    part: PartitionParams,
+    asked: dict[str, Any],
+    prompts: Sequence[TokenizedPrompt],
+    settings: Settings,
+    on_note: Callable[[str], None],
+) -> Extraction:
+    """The place of a partition of the extraction at `part.uri`, taken up where an earlier run of it stopped.
+
+    `asked`: of the whole extraction, as this worker finds it; `prompts`: of this partition. Raises ResumeRefused where
+    that is not what was split, or another process is at work on this very partition.
+    """
+    store = open_store(part.uri, settings)
+    whole = Journal(store).last_claim()
+    if whole is None:
+        raise ResumeRefused(
+            f"{store.uri} holds no extraction that could have partitions: it was finished or removed. Start the "
+            "extraction; it starts its partitions"
+        )
+    if different := differences(whole.asked, asked):
+        raise ResumeRefused(
+            f"this worker would capture something else than the extraction at {store.uri} that it is a part of:\n- "
+            + "\n- ".join(different)
+            + "\nGive every worker of the pool the same target, tokenizer and prompts"
+        )
+    return _take(
+        part.extraction.name, store, asked | partition_asked(part.number, prompts), on_note, partition=part.number
+    )
+
+
+def partition_asked(number: int, prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
+    """What a partition's claim says beside what the whole extraction was asked."""
+    return {"partition.number": number, "partition.sha256": prompts_sha256(prompts), "partition.count": len(prompts)}
+
+
 def end(extraction: Extraction, manifest: Manifest, settings: Settings) -> None:
     """After the commit and its record: what points to the extraction goes, then its journal.
 
@@ -129,11 +171,18 @@ def end(extraction: Extraction, manifest: Manifest, settings: Settings) -> None:
 
 
 def abandon(extraction: Extraction, settings: Settings) -> None:
-    """After a failure: an extraction with no verified shard leaves nothing in the store; any other stays as it is."""
+    """After a failure: an extraction with no verified shard leaves nothing in the store; any other stays as it is.
+
+    So does one of whose partitions something is there: each of them does the same for itself.
+    """
+    is_whole = extraction.claim.partition is None
     if extraction.journal.done()[0] or extraction.store.exists(MANIFEST_NAME):
         return
+    if is_whole and extraction.journal.partitions():
+        return
     extraction.journal.check_still_mine(extraction.claim)
-    _forget_pointer(extraction, settings)
+    if is_whole:
+        _forget_pointer(extraction, settings)
     extraction.journal.forget([])
 
 
@@ -147,6 +196,15 @@ def _forget_pointer(extraction: Extraction, settings: Settings) -> None:
 
 def check_same_server(before: Served, now: Served) -> None:
     """ResumeRefused where another server would capture something else than the one that began."""
+    if different := server_differences(before, now):
+        raise ResumeRefused(
+            "this server would not go on as the extraction began:\n- " + "\n- ".join(different) + "\nServe as before, "
+            "or start anew (resume: new)"
+        )
+
+
+def server_differences(before: Served, now: Served) -> list[str]:
+    """A sentence for each thing in which the states of two servers could differ by more than their last bits."""
     parts = [
         {
             "engine": f"{served.engine.name} {served.engine.version}",
@@ -157,11 +215,7 @@ def check_same_server(before: Served, now: Served) -> None:
         }
         for served in (before, now)
     ]
-    if different := differences(*parts):
-        raise ResumeRefused(
-            "this server would not go on as the extraction began:\n- " + "\n- ".join(different) + "\nServe as before, "
-            "or start anew (resume: new)"
-        )
+    return differences(*parts)
 
 
 class Heartbeat:
@@ -213,9 +267,15 @@ def is_at_work(journal: Journal, claim: Claim, on_note: Callable[[str], None]) -
 
 
 def _take(
-    name: str, store: Store, asked: dict[str, Any], on_note: Callable[[str], None], *, must_exist: bool = False
+    name: str,
+    store: Store,
+    asked: dict[str, Any],
+    on_note: Callable[[str], None],
+    *,
+    must_exist: bool = False,
+    partition: int | None = None,
 ) -> Extraction:
-    journal = Journal(store)
+    journal = Journal(store, partition)
     last = journal.last_claim()
     if last is None and (must_exist or store.exists(MANIFEST_NAME)):
         raise ResumeRefused(
@@ -236,7 +296,10 @@ def _take(
                 "one place. Wait for it, or end it and start this one again, which goes on from there; an extraction "
                 "of its own needs another name"
             )
-    claim = Claim.of_this_process(last.number + 1 if last else 0, asked)
+    run = flow_run.id
+    claim = Claim.of_this_process(
+        last.number + 1 if last else 0, asked, partition=partition, run=str(run) if run else None
+    )
     journal.claim(claim)
     done, remarks = journal.done()
     return Extraction(name, store, claim, tuple(done), tuple(remarks))
@@ -258,7 +321,8 @@ def _mind_others(
         claim = Journal(store).last_claim()
         if claim is None or claim.process() == "runs" or store.exists(MANIFEST_NAME):
             continue
-        shards = len(Journal(store).done()[0])
+        journal = Journal(store)
+        shards = sum(len(part.done()[0]) for part in (journal, *journal.partitions()))
         if params.resume == "new":
             on_note(f"an unfinished extraction with {shards} verified shards stays at {store.uri}")
             if key != own:

@@ -18,6 +18,7 @@ from tasks.params import ValidateParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
 from tasks.references import choose_reference
+from tasks.shards import examined_shards
 from tasks.targets import open_target
 
 if TYPE_CHECKING:
@@ -92,13 +93,15 @@ def _examine(params: ValidateParams, settings: Settings) -> "EvidenceReport":
         check_identity(target, reader.manifest.target)
         chosen = choose_reference(params.reference, target, folder, reader.manifest)
         progress.begin("checking", total=len(reader))
-        return validate_dump(
-            reader,
-            FinalStateParts.of(target),
-            reference=chosen.reference,
-            why_no_reference=chosen.why_none,
-            on_progress=lambda done, _total: progress.at(done),
-        )
+        with examined_shards(reader, settings) as examined:
+            return validate_dump(
+                reader,
+                FinalStateParts.of(target),
+                reference=chosen.reference,
+                why_no_reference=chosen.why_none,
+                examined=examined,
+                on_progress=lambda done, _total: progress.at(done),
+            )
 
 
 @task(name="publish report", retries=2, retry_delay_seconds=3, cache_policy=NO_CACHE)

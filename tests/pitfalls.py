@@ -155,7 +155,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "capture_list",
         lambda s: (f"it captured {', '.join(later(p, 1) for p in s.spec.aux)}",),
     ),
-    Mistake("the engine's default layers", DEFAULT, default_list, "attribution", _says("default")),
+    Mistake("the engine's default layers", DEFAULT, default_list, "attribution", _says("is the default of")),
     Mistake(
         "two slots exchanged",
         ORDER,

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from eagle3.conventions import EngineIds
+from eagle3.target import Target
+
 NUM_SLOTS = 3
+VERSION = "0.5.23"
 
 
 class StandIn:
@@ -27,6 +31,7 @@ class StandIn:
         self.in_flight = self.most_in_flight = 0
         self.seconds = 0.0
         self.before: Callable[[str], None] = lambda rid: None
+        self.said: dict[str, Any] = {}  # by path
         self._lock = threading.Lock()
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -52,6 +57,36 @@ class StandIn:
             "e2e_latency": 0.01,
         }
         return {"output_ids": output, "text": " ".join(map(str, output)), "meta_info": meta}
+
+    def present(self, target: Target, ids: EngineIds) -> None:
+        """Say of itself what a server of this target would, so that an extraction attaches to it; it has no probe."""
+        path = str(target.path)
+        self.said["/model_info"] = {"model_path": path}
+        self.said["/server_info"] = {
+            "version": VERSION,
+            "model_path": path,
+            "disable_radix_cache": True,
+            "enable_return_aux_hidden_states": True,
+            "return_aux_hidden_state_layer_ids": ids.ids,
+            "aux_hidden_state_capture": "eagle3",
+            "return_hidden_states_mode": "full",
+            "cuda_graph_backend_decode": "disabled",
+        }
+        live = {
+            "tap_version": "stand-in",
+            "sglang_version": VERSION,
+            "model_class": target.model_class,
+            "inner_class": target.model_class,
+            "layers_to_capture": [i + 1 for i in ids.ids],
+            "num_layers": target.num_layers,
+            "hidden_size": target.hidden_size,
+            "dtype": "float32",
+            "device": "cpu",
+            "decode_graphs": False,
+            "prefill_graphs": False,
+            "missing_hooks": [],
+        }
+        (self.staging / "live.0.json").write_text(json.dumps(live))
 
     def stage(self, rid: str, prompt: list[int], output: list[int]) -> None:
         ids = torch.tensor([*prompt, *output[:-1]])
@@ -84,7 +119,12 @@ def stand_in(staging: Path, hidden_size: int) -> Iterator[tuple[StandIn, str]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-            answer = server.generate(body) if self.path == "/generate" else {}
+            self._answer(server.generate(body) if self.path == "/generate" else {})
+
+        def do_GET(self) -> None:
+            self._answer(server.said.get(self.path, {}))
+
+        def _answer(self, answer: dict[str, Any]) -> None:
             data = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))

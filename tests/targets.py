@@ -71,10 +71,10 @@ def make_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def make_llama(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A tiny Llama: layer ids follow SGLang's generic rule."""
+def make_llama(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Path:
+    """A tiny Llama: layer ids follow SGLang's generic rule. `overrides` go into its configuration."""
     torch.manual_seed(seed)
-    return _save(LlamaForCausalLM(llama_config()), folder, dtype)
+    return _save(LlamaForCausalLM(llama_config(**overrides)), folder, dtype)
 
 
 def make_idle(folder: Path, layer: int, work: float, *, seed: int = 0) -> Path:

@@ -1,5 +1,6 @@
 """What every engine's file of this package speaks: integers beside the name of their convention, and its errors."""
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from eagle3.capture import CapturePoint, check_points
 from eagle3.errors import Eagle3Error
 
+MISSPELT = 0.9
+"""Likeness from which an unknown model class is taken for a misspelt one: most names end in ForCausalLM."""
 STATES_SETTLE = "Capture a few states and let `eagle3 dump attribute` say which layers they are."
 LIVE_LIST_SETTLES = (
     "The live model settles it: start it with the tap, take the layers_to_capture that its record shows, and give them "
@@ -43,12 +46,14 @@ class Convention(ABC):
     field: str
     """Where the engine reads the ids."""
     final: str
-    """What the engine hands over as its final hidden state, in words."""
+    """What the engine hands over as its final hidden state, in words: `after` or `before` the final norm, or both."""
     source: str
     releases: tuple[str, ...]
     """The releases (or commits) in order of time whose meaning was read or run: nothing is claimed of others."""
     settles = STATES_SETTLE
     """What settles the meaning where version or model class is not known."""
+    takes_ids = True
+    """False: the layers are written in the engine's code, and there is nothing to set."""
     keeps_order = False
     """True: delivered in the order of the ids. False: in the order of the layers, whatever the order of the ids."""
 
@@ -83,7 +88,7 @@ class Convention(ABC):
         if twice:
             raise ConventionError(
                 f"{engine_ids} names {', '.join(twice)} twice; {self.title} delivers it once, or refuses: a drafter "
-                f"would get {len(set(points))} states instead of {len(points)}"
+                f"would get {len(set(points))} state{'s' if len(set(points)) > 1 else ''} instead of {len(points)}"
             )
         return points if self.keeps_order else in_order(points)
 
@@ -106,8 +111,9 @@ class Convention(ABC):
                     return candidate
             except ConventionError as error:
                 reason = reason or f": {error}"
+        on = "" if self.known_model_classes(version) is None else f" on {model_class}"
         raise ConventionError(
-            f"{self.title} {version} has no id list for {', '.join(wanted)} on {model_class} with {num_layers} layers: "
+            f"{self.title} {version} has no id list for {', '.join(wanted)}{on} with {num_layers} layers: "
             f"{' and '.join(map(str, tried))} would be tried, and none leads back to these points{reason}"
         )
 
@@ -115,9 +121,11 @@ class Convention(ABC):
         """Refuse a version or a model class whose meaning is not known."""
         known = self.known_model_classes(version)
         if known is not None and model_class not in known:
+            near = difflib.get_close_matches(model_class, known, n=1, cutoff=MISSPELT)
+            meant = f" Did you mean {near[0]}?" if near else ""
             raise ConventionError(
-                f"what layer ids mean for {model_class} in {self.title} {version} was not checked; known: "
-                f"{', '.join(known)}. {self.settles}"
+                f"what layer ids mean for {model_class} in {self.title} {version} was not checked.{meant} "
+                f"{self.settles} Known are {', '.join(known)}."
             )
 
     def release(self, version: str) -> Version:
@@ -146,8 +154,9 @@ def checked_release(text: str, title: str, releases: Sequence[str], settles: str
         raise ConventionError(f"{title} {text} is not a release: what its layer ids mean is not known. {settles}")
     if version not in map(Version, releases):
         between = Version(releases[0]) < version < Version(releases[-1])
-        known = ", ".join(releases) if between else f"{releases[0]} to {releases[-1]}"
-        raise ConventionError(f"what layer ids mean in {title} {text} was not checked: known are {known}. {settles}")
+        known = f"are {', '.join(releases)}" if between else f"are {releases[0]} to {releases[-1]}"
+        known = known if len(releases) > 1 else f"is {releases[0]}"
+        raise ConventionError(f"what layer ids mean in {title} {text} was not checked: known {known}. {settles}")
     return version
 
 
@@ -181,12 +190,15 @@ def unshifted(points: Iterable[CapturePoint], shift: int, title: str) -> tuple[i
     return tuple(boundary - shift for _, boundary in boundaries if boundary is not None)
 
 
-def usual_default(num_layers: int, title: str) -> tuple[CapturePoint, ...]:
-    """`[1, N//2-1, N-4]` as outputs = boundaries 2, N//2, N-3: what nearly every engine falls back to."""
+def usual_default(num_layers: int, title: str, instead: str = "Name the ids explicitly.") -> tuple[CapturePoint, ...]:
+    """`[1, N//2-1, N-4]` as outputs = boundaries 2, N//2, N-3: what nearly every engine falls back to.
+
+    `instead` says what to do where the target has too few layers for it.
+    """
     boundaries = (2, num_layers // 2, num_layers - 3)
     if not 2 < boundaries[1] < boundaries[2]:
         raise ConventionError(
             f"{title}'s default needs more layers: for {num_layers} it would be boundaries {list(boundaries)}, which "
-            "are not three different ones in order. Name the ids explicitly."
+            f"are not three different ones in order. {instead}"
         )
     return tuple(CapturePoint.at_boundary(b) for b in boundaries)

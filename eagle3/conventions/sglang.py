@@ -70,12 +70,13 @@ class Sglang(Convention):
         return _points(held, num_layers, last=_reaches_last(known, release))
 
     def default(self, version: str, model_class: str, num_layers: int) -> tuple[CapturePoint, ...]:
-        return live_points(
-            self.boundaries(version, model_class, num_layers, None),
-            num_layers,
-            model_class=model_class,
-            version=version,
-        )
+        held = self.boundaries(version, model_class, num_layers, None)
+        try:
+            return live_points(held, num_layers, model_class=model_class, version=version)
+        except ConventionError as error:
+            raise ConventionError(
+                f"SGLang's default needs more layers than {num_layers}: {error}. Name the ids explicitly."
+            ) from None
 
     def candidates(self, points: tuple[CapturePoint, ...], num_layers: int) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002
         return unshifted(points, 1, self.title), unshifted(points, 0, self.title)

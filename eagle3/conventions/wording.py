@@ -26,15 +26,17 @@ def in_words(point: CapturePoint, num_layers: int) -> str:
     return f"captured at the input of layer {point.boundary} = output of layer {point.boundary - 1}"
 
 
-def explain(engine_ids: EngineIds | None, points: Sequence[CapturePoint], num_layers: int) -> tuple[str, ...]:
-    """A sentence for each slot in delivered order, then where the ids are written and what the final state is."""
+def explain(engine: str | None, points: Sequence[CapturePoint], num_layers: int) -> tuple[str, ...]:
+    """A sentence for each slot in delivered order, then where the ids are written and what the final state is; the
+    latter only where the engine's build is known."""
     sentences = tuple(f"{point}: {in_words(point, num_layers)}" for point in points)
-    if engine_ids is None:
+    if engine is None:
         return sentences
-    known = convention(engine_ids.engine)
+    known = convention(engine)
     return (
         *sentences,
-        f"{known.title} reads its ids from {known.field}; its final hidden state is {known.final}",
+        f"ids of {known.title}: {known.field}",
+        f"final hidden state of {known.title}: {known.final}",
     )
 
 
@@ -48,21 +50,27 @@ def warn(engine_ids: EngineIds, points: Sequence[CapturePoint], num_layers: int)
     )
 
 
-def warn_of_move(source: EngineIds, target: EngineIds) -> tuple[str, ...]:
-    """What differs between two engines beside their ids."""
-    one, other = convention(source.engine), convention(target.engine)
+def warn_of_move(engine: str, ids: EngineIds | None, target: EngineIds) -> tuple[str, ...]:
+    """What differs between two engines beside their ids; `ids` are those of `engine`, None where it has none."""
+    one, other = convention(engine), convention(target.engine)
     warnings = []
-    if one.final != other.final:
+    if _kinds(one.final) != _kinds(other.final):
+        always = len(_kinds(one.final)) == len(_kinds(other.final)) == 1
         warnings.append(
-            f"The final hidden state differs: {one.title}'s is {one.final}, {other.title}'s is {other.final}. States "
-            "of one kind do not train or serve a drafter of the other."
+            f"The final hidden state {'differs' if always else 'may differ'}: in {one.title} it is {one.final}, in "
+            f"{other.title} {other.final}. States of one kind do not train or serve a drafter of the other."
         )
-    if {source.engine, target.engine} == {"sglang", "vllm"} and source.ids != target.ids:
+    if ids and {engine, target.engine} == {"sglang", "vllm"} and ids.ids != target.ids:
         warnings.append(
             "A drafter that serves both carries the ids twice: SGLang reads only the key inside eagle_config, vLLM the "
             "one at the top level first. The same integers in both places are wrong in one."
         )
     return tuple(warnings)
+
+
+def _kinds(final: str) -> set[str]:
+    """On which side of the final norm a final state is taken; both where that depends on the engine's path."""
+    return {"after", "before"} & set(final.split())
 
 
 def _traps(engine_ids: EngineIds, points: Sequence[CapturePoint], num_layers: int) -> Iterator[str]:

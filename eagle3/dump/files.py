@@ -11,16 +11,25 @@ from eagle3.digests import sha256_file
 from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, FileEntry, Manifest
 
 
-class OtherBytes(DumpError):
-    """A file as long as the manifest says, with other bytes; `found` is its sha256."""
+class NotAsWritten(DumpError):
+    """A file that is not what the manifest says; `fact` is the message without its advice."""
+
+    def __init__(self, fact: str, advice: str = "Fetch the dump again, or extract again") -> None:
+        super().__init__(f"{fact}. {advice}")
+        self.fact = fact
+
+
+class OtherBytes(NotAsWritten):
+    """A file as long as the manifest says, with other bytes."""
 
     def __init__(self, path: Path | str, entry: FileEntry, found: str) -> None:
         super().__init__(
             f"{path} is not the file that the manifest names: its sha256 differs ({found[:12]}… instead of "
-            f"{entry.sha256[:12]}…). A copy broke off, a disk failed, or somebody changed it (`eagle3 dump verify` "
-            "looks at every file): fetch the dump again"
+            f"{entry.sha256[:12]}…)",
+            "A copy broke off, a disk failed, or somebody changed it (`eagle3 dump verify` looks at every file): "
+            "fetch the dump again",
         )
-        self.found = found
+        self.fact = f"{path}: sha256 {found[:12]}… instead of {entry.sha256[:12]}…"
 
 
 def publish(path: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:
@@ -47,17 +56,17 @@ def publish(path: Path, write: Callable[[Path], None], *, replace: bool = True) 
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of that name in the folder; a DumpError where it is missing or leads out of the folder (a link)."""
+    """The file of that name in the folder; NotAsWritten where it is missing or leads out of the folder (a link)."""
     path = folder / name
     if not path.is_file():
-        raise DumpError(f"{path} is missing: the manifest names it. Fetch the dump again, or extract again")
+        raise NotAsWritten(f"{path} is missing: the manifest names it")
     if path.resolve().parent != folder.resolve():
-        raise DumpError(f"{path} leads out of the dump (to {path.resolve()}): a dump holds plain files only")
+        raise NotAsWritten(f"{path} leads out of the dump (to {path.resolve()})", "A dump holds plain files only")
     return path
 
 
 def named_file(folder: Path, entry: FileEntry) -> Path:
-    """The file that the manifest names, byte for byte: DumpError where it is missing, a link or of another size,
+    """The file that the manifest names, byte for byte: NotAsWritten where it is missing, a link or of another size,
     OtherBytes where its sha256 differs. Reads all of it."""
     path = inside(folder, entry.name)
     check_size(path, entry.bytes)
@@ -86,13 +95,11 @@ def check_layout(path: Path, file: Any, expected: Mapping[str, tuple[str, list[i
 
 
 def check_size(path: Path, expected: int) -> None:
-    """A DumpError where the file is not as long as the manifest says."""
+    """NotAsWritten where the file is not as long as the manifest says."""
     found = path.stat().st_size
     if found != expected:
         what = "truncated" if found < expected else "longer than it was written"
-        raise DumpError(
-            f"{path} is {what}: {found} bytes instead of {expected}. Fetch the dump again, or extract again"
-        )
+        raise NotAsWritten(f"{path} is {what}: {found} bytes instead of {expected}")
 
 
 def read_manifest(folder: Path) -> Manifest:

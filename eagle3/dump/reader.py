@@ -1,11 +1,11 @@
 """Read a dump: the manifest and the index at once, the states sample by sample from mapped files."""
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from eagle3.capture import CapturePoint
-from eagle3.dump.files import OtherBytes, check_layout, check_size, inside, read_manifest
+from eagle3.dump.files import OtherBytes, check_layout, check_size, inside, named_file, read_manifest
 from eagle3.dump.manifest import DumpError, Manifest, SampleRecord, ShardEntry
 from eagle3.dump.shard_layout import expected_tensors
 from eagle3.dump.slots import SlotSample
@@ -72,21 +72,29 @@ class DumpReader:
     def __init__(self, folder: Path, manifest: Manifest, records: list[SampleRecord]) -> None:
         self.folder, self.manifest, self.records = folder, manifest, records
         self._open: OrderedDict[int, Any] = OrderedDict()
-        ends = [0]
-        for shard in manifest.shards:
-            ends.append(ends[-1] + shard.samples)
+        counts = Counter(record.shard for record in records)
+        ends = accumulate((counts[shard] for shard in range(len(manifest.shards))), initial=0)
         self._ranges = [range(start, end) for start, end in pairwise(ends)]
 
     @classmethod
     def open(cls, folder: Path, *, expect_sha256: str | None = None) -> Self:
         """Read and check the manifest and samples.jsonl; no shard is touched yet."""
-        manifest = read_manifest(folder)
-        if expect_sha256 is not None and manifest.digest() != expect_sha256:
-            raise DumpError(
-                f"{folder} holds another dump than asked for: expected manifest digest {expect_sha256}, found "
-                f"{manifest.digest()}. Use the reference that the extraction returned"
-            )
+        manifest = _expected_manifest(folder, expect_sha256)
         return cls(folder, manifest, read_records(folder, manifest))
+
+    @classmethod
+    def open_part(cls, folder: Path, shards: range, *, expect_sha256: str) -> Self:
+        """The samples of neighbouring shards alone, of a dump that was opened as a whole before, in another process.
+
+        Indices count from the first of them; the lines of samples.jsonl for other shards are not parsed.
+        """
+        manifest = _expected_manifest(folder, expect_sha256)
+        path = named_file(folder, manifest.samples)
+        start = sum(entry.samples for entry in manifest.shards[: shards.start])
+        count = sum(manifest.shards[shard].samples for shard in shards)
+        with path.open("rb") as file:
+            lines = islice(file, start, start + count)
+            return cls(folder, manifest, [SampleRecord.model_validate_json(line) for line in lines])
 
     def __len__(self) -> int:
         return len(self.records)
@@ -130,6 +138,16 @@ class DumpReader:
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)
         return shard
+
+
+def _expected_manifest(folder: Path, expect_sha256: str | None) -> Manifest:
+    manifest = read_manifest(folder)
+    if expect_sha256 is not None and manifest.digest() != expect_sha256:
+        raise DumpError(
+            f"{folder} holds another dump than asked for: expected manifest digest {expect_sha256}, found "
+            f"{manifest.digest()}. Use the reference that the extraction returned"
+        )
+    return manifest
 
 
 def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:

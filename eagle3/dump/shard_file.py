@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,13 +36,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> 
     told = json.dumps(header, separators=(",", ":")).encode()
     told += b" " * (-len(told) % _ALIGNMENT)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with ThreadPoolExecutor(1, thread_name_prefix="shard-hash") as hasher, path.open("wb") as file:
         for piece in (len(told).to_bytes(8, "little"), told):
             digest.update(piece)
             file.write(piece)
         for name in names:
             for part in tensors[name]:
                 data = part.contiguous().reshape(-1).view(torch.uint8).numpy()
-                digest.update(data)
+                hashing = hasher.submit(digest.update, data)  # beside the write: either takes about as long
                 file.write(data)
+                hashing.result()
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Write a dump: samples come in, shards of whole samples go to the disk, the manifest follows last."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,6 +136,7 @@ class DumpWriter:
         self._hidden_size, self._vocab_size, self._shard_bytes = hidden_size, vocab_size, shard_bytes
         self._stem = stem
         self._dtype = DTYPES[dtype] if dtype else None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="dump-copy")
         self._ids: set[str] = set()
         self._shards: list[PackedShard] = []
         self._finished = False
@@ -145,11 +147,10 @@ class DumpWriter:
         if self._finished:
             raise DumpError(f"sample {sample.id!r} comes after the dump was finished")
         self._check(sample)
-        states = {point: _own(sample.states[point]) for point in self._spec.points}
-        ids = _own(sample.input_ids)
-        size = sum(state.nbytes for state in states.values()) + ids.nbytes
+        size = sum(tensor.nbytes for tensor in (*sample.states.values(), sample.input_ids))
         if self._lengths and self._bytes + size > self._shard_bytes:
             self.flush()
+        states, ids = _Copies(sample.states, self._spec.points, self._copier), _own(sample.input_ids)
         record = self._record(sample, ids, states)
         self._dtype = states[self._spec.final].dtype
         for point, state in states.items():
@@ -280,15 +281,35 @@ class DumpWriter:
             raise DumpError(f"{name} holds token id {wrong[0]}; the target's ids are {bound}")
 
 
+class _Copies(Mapping[CapturePoint, torch.Tensor]):
+    """A sample's states in memory of their own, copied in this order while whoever reads them hashes those before."""
+
+    def __init__(
+        self,
+        states: Mapping[CapturePoint, torch.Tensor],
+        points: Sequence[CapturePoint],
+        copier: ThreadPoolExecutor,
+    ) -> None:
+        self._copies = {point: copier.submit(_own, states[point]) for point in points}
+
+    def __getitem__(self, point: CapturePoint) -> torch.Tensor:
+        return self._copies[point].result()
+
+    def __iter__(self) -> Iterator[CapturePoint]:
+        return iter(self._copies)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+
 def _write_lines(path: Path, lines: list[bytes]) -> None:
     with path.open("wb") as file:
         file.writelines(lines)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, contiguous, and not a view that would keep a larger tensor (a batch) in memory."""
-    mine = tensor.detach().cpu().contiguous()
-    return mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
+    """A copy on the CPU, contiguous: a view would keep a batch in memory, or a whole staged file mapped."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _describe(tensor: torch.Tensor) -> str:

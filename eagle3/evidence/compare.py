@@ -23,6 +23,7 @@ which no change of domain explains it. Measured on SmolLM2-135M (16 domains: cod
 bare templates, sampled answers, random ids; 32 boundaries, all pairs): the median moves by up to 1.83, all three
 together by up to 1.68 (last layer, chat template against random ids). A scale of 2 is 2 on text of the same kind, the
 embedding in a layer's place 15 to 300."""
+LARGEST_SHARE = "share of the squared length in the largest dimension"
 _ICONS: dict[Verdict, str] = {"pass": "✅", "warn": "⚠️", "fail": "❌"}
 
 
@@ -49,6 +50,11 @@ class Comparison(EvidenceModel):
     @property
     def verdict(self) -> Verdict:
         return worst(row.verdict for row in self._judged())
+
+    @property
+    def compares_anything(self) -> bool:
+        """False where no slot has the same name in both, and no sequence stands in both."""
+        return bool(self.paired) or any(None not in (row.first, row.second) for row in self.measures)
 
     def sentences(self) -> tuple[str, ...]:
         """What is wrong or worth a look, failures first."""
@@ -151,10 +157,10 @@ def _slot(slot: str, a: RowStatistics, b: RowStatistics) -> list[ComparedMeasure
     if a.spread and b.spread:
         rows += [
             _measure(slot, "std of a dimension", a.spread.mean_std, b.spread.mean_std),
-            _measure(slot, "largest dimension", a.spread.top_dimension, b.spread.top_dimension),
-            _measure(slot, "its share of the energy", a.spread.top_share, b.spread.top_share),
-            _measure(slot, "massive dimensions", a.spread.massive, b.spread.massive),
-            _measure(slot, "energy in the mean row", a.spread.mean_share, b.spread.mean_share),
+            _measure(slot, "number of the largest dimension", a.spread.top_dimension, b.spread.top_dimension),
+            _measure(slot, LARGEST_SHARE, a.spread.top_share, b.spread.top_share),
+            _measure(slot, "dimensions 16 times above average", a.spread.massive, b.spread.massive),
+            _measure(slot, "share of the squared length common to all rows", a.spread.mean_share, b.spread.mean_share),
         ]
     worse = b.nonfinite_rows and not a.nonfinite_rows
     sentence = f"`{slot}` has {b.nonfinite_rows} rows that are not finite in the second, none in the first."

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eagle3.dump.files import OtherBytes, named_file, read_manifest
+from eagle3.dump.files import NotAsWritten, named_file, read_manifest
 from eagle3.dump.manifest import DumpError, FileEntry
 from eagle3.evidence.findings import Findings
 from eagle3.evidence.report import Check, EvidenceReport
@@ -23,16 +23,14 @@ class FileIntegrity:
         self._bytes += entry.bytes
         try:
             named_file(self._folder, entry)
-        except OtherBytes as error:
-            self._wrong.add(f"{entry.name}: sha256 {error.found[:12]}… instead of {entry.sha256[:12]}…")
-        except DumpError as error:
-            self._wrong.add(str(error))
+        except NotAsWritten as error:
+            self._wrong.add(error.fact)
 
-    def see_broken(self, entry: FileEntry, why: str) -> None:
-        """A file that did not arrive from where the dump is published."""
+    def see_broken(self, entry: FileEntry, fact: str) -> None:
+        """A file that did not arrive from where the dump is published; `fact` says why, without advice."""
         self._files += 1
         self._bytes += entry.bytes
-        self._wrong.add(why)
+        self._wrong.add(fact)
 
     def see_manifest(self) -> None:
         """The manifest on the disk, read again: it must still be the one whose entries were checked."""
@@ -44,6 +42,12 @@ class FileIntegrity:
             return
         if found != self._manifest_sha256:
             self._wrong.add(f"manifest.json: digest {found[:12]}… instead of {self._manifest_sha256[:12]}…")
+
+    def join(self, later: "FileIntegrity") -> None:
+        """The files that another worker looked at, after these."""
+        self._files += later._files
+        self._bytes += later._bytes
+        self._wrong.join(later._wrong)
 
     def conclude(self) -> list[Check]:
         sentence = "Every file is the one that was written."

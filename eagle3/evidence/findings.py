@@ -13,6 +13,11 @@ class Findings:
         if len(self._first) < self._keep:
             self._first.append(text.rstrip("."))
 
+    def join(self, later: "Findings") -> None:
+        """What was found after this, by another worker, as if it had been found here."""
+        self.count += later.count
+        self._first += later._first[: self._keep - len(self._first)]
+
     def __str__(self) -> str:
         more = self.count - len(self._first)
         return "; ".join(self._first) + (f"; and {more} more" if more else "")

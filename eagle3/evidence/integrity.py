@@ -11,7 +11,7 @@ class Content:
     """`content`: the digest of every sample, computed again from its tensors, and the Merkle root over them."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self._points, self._expected = manifest.spec.points, manifest.content_digest
         self._digests: list[tuple[str, str]] = []
         self._wrong = Findings()
 
@@ -22,16 +22,21 @@ class Content:
             record.ids_sha256,
             record.prompt_tokens,
             sample.states,
-            self._manifest.spec.points,
+            self._points,
             record.spans,
         )
         self._digests.append((sample.id, digest))
         if digest != record.digest:
             self._wrong.add(f"sample {sample.id!r}")
 
+    def join(self, later: "Content") -> None:
+        """The samples that another worker saw, after these."""
+        self._digests += later._digests
+        self._wrong.join(later._wrong)
+
     def conclude(self) -> list[Check]:
         root = content_digest(self._digests)
-        right = root == self._manifest.content_digest and not self._wrong.count
+        right = root == self._expected and not self._wrong.count
         sentence = "The tensors are those that were captured under these sample ids."
         if self._wrong.count:
             sentence = (
@@ -48,7 +53,7 @@ class Content:
                 name="content",
                 verdict="pass" if right else "fail",
                 value=f"{root[:12]}…, {len(self._digests) - self._wrong.count} of {len(self._digests)} samples right",
-                threshold=f"{self._manifest.content_digest[:12]}…, every sample's digest",
+                threshold=f"{self._expected[:12]}…, every sample's digest",
                 sentence=sentence,
             )
         ]

@@ -43,6 +43,18 @@ class RowNorms:
                     findings.add(f"sample {sample.id!r}, row {row}, {point}")
                     self._blamed.setdefault(point)
 
+    def join(self, later: "RowNorms") -> None:
+        """The samples that another worker saw, after these."""
+        for point, measure in self._points.items():
+            measure.join(later._points[point])
+        for findings, more in (
+            (self._nonfinite, later._nonfinite),
+            (self._near_max, later._near_max),
+            (self._zero, later._zero),
+        ):
+            findings.join(more)
+        self._blamed |= later._blamed
+
     def statistics(self) -> tuple[PointStatistics, ...]:
         return tuple(PointStatistics(point=point, **measure.measures()) for point, measure in self._points.items())
 

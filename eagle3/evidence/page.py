@@ -9,9 +9,12 @@ _SLOT_ICONS = {"proven": "✅", "undecided": "⚠️", "refuted": "❌"}
 
 
 def statistics_lines(statistics: Sequence[PointStatistics]) -> list[str]:
-    """Two tables: how large the rows are, and how their energy is spread over the dimensions."""
+    """Two tables: how large the rows are, and how their squared length is spread over the dimensions."""
     sizes = ("slot", "rows", "median norm", "5% to 95%", "mean", "std", "largest", "RMS", "not finite", "near maximum")
-    shape = ("slot", "std of a dimension", "largest dimension", "massive", "in the mean row", "first values")
+    shape = (
+        *("slot", "std of a dimension", "share of the squared length in the largest dimension"),
+        *("dimensions 16 times above average", "share of the squared length common to all rows", "first values"),
+    )
     return [
         *table(sizes, [_sizes(s) for s in statistics]),
         "",
@@ -31,7 +34,7 @@ def _shape(s: PointStatistics) -> list[str]:
     cells = ["–"] * 4
     if s.spread is not None:
         cells = [f"{s.spread.mean_std:.3g}", f"{s.spread.top_share:.1%} (dimension {s.spread.top_dimension})"]
-        cells += [f"{s.spread.massive}", f"{s.spread.mean_share:.1%} of the energy"]
+        cells += [f"{s.spread.massive}", f"{s.spread.mean_share:.1%}"]
     first = ", ".join("NaN or inf" if value is None else f"{value:.3g}" for value in s.first_values)
     return [f"`{s.point}`", *cells, first or "–"]
 

@@ -31,6 +31,10 @@ NEAR, FAR = 1e-3, 1.0
 _TICK_INCHES, _NAME_INCHES = 0.2, 0.5
 _WORDS_WIDTH = 46
 _SCALE_SHARE = 0.06
+_SOME = 0.05
+"""Share of the rows from which a slot is said to be right in a part of them."""
+_ZERO = 1e-9
+"""A median norm below it is one of rows of zeros: their percentiles end where the measure does."""
 
 
 def columns(num_layers: int) -> dict[CapturePoint, int]:
@@ -45,14 +49,19 @@ def words_of(slot: SlotAttribution) -> str:
         return f"undecided: {nearest} or {slot.runner_up} ({_percent(slot.runner_up_error)})"
     if slot.verdict == "proven":
         return f"is {slot.found} ({_percent(slot.error)} off, next {_percent(slot.runner_up_error)})"
+    if fits_in_part(slot) or (slot.fits and slot.claimed in (None, str(slot.found))):
+        return f"is {slot.found}, but only {slot.rows_fitting:.0%} of its rows fit"
     if not slot.fits:
         return f"is no tensor of the target: nearest {slot.found}, {_percent(slot.error)} off"
-    if slot.claimed in (None, str(slot.found)):
-        return f"is {slot.found}, but only {slot.rows_fitting:.0%} of its rows fit"
     if slot.claimed == slot.found.point:
         return f"REALLY {slot.found}"
     claim = "" if slot.claimed_error is None else f" ({_percent(slot.claimed_error)} off)"
     return f"REALLY {slot.found}, not {slot.claimed}{claim}"
+
+
+def fits_in_part(slot: SlotAttribution) -> bool:
+    """Whether most rows are as far as those of other tokens, and some are what the slot should hold."""
+    return slot.verdict == "refuted" and slot.error > FAR and slot.rows_fitting >= _SOME
 
 
 def moved(slot: SlotAttribution) -> bool:
@@ -113,8 +122,9 @@ def _draw_slot(
     there = profile.get(slot.found.point)
     colour = VERDICT_COLOURS[SLOT_VERDICTS[slot.verdict]]
     place = places[slot.claimed or slot.found.point]
-    if measured is not None and not measured.median_norm:
-        what = "no finite row" if measured.median_norm is None else "all zero"
+    if measured is not None and (measured.median_norm is None or measured.median_norm < _ZERO):
+        some = "most rows zero" if measured.max_norm else "all zero"
+        what = "no finite row" if measured.median_norm is None else some
         _mark_number(axes, number, slot.label, (place, 0.1), colour, transform=axes.get_xaxis_transform())
         axes.annotate(
             what,
@@ -130,7 +140,8 @@ def _draw_slot(
     if not norm:
         return  # neither the slot nor the target was measured
     if measured is not None and measured.p05_norm and measured.p95_norm:
-        axes.plot([place, place], [measured.p05_norm, measured.p95_norm], color=colour, linewidth=2, alpha=0.45)
+        low = max(measured.p05_norm, min(profile.values(), default=norm) / 2)  # zeros would stretch the axis
+        axes.plot([place, place], [low, measured.p95_norm], color=colour, linewidth=2, alpha=0.45)
     if moved(slot) and there:
         axes.annotate(
             "",

@@ -72,7 +72,7 @@ def draw_offsets(axes: Axes, report: EvidenceReport) -> None:
         axes.set_ylim(0, 1.15)
         axes.axhline(AGREEMENT, color=GREY, linestyle="--", linewidth=1)
     colours = [VERDICT_COLOURS[verdict] if offset == best else LIGHT for offset in places]  # the bar that decides
-    axes.bar_label(axes.bar(places, heights, color=colours), labels)
+    axes.bar_label(axes.bar(places, heights, color=colours), labels, padding=2)
     axes.set_xticks(places, [_OFFSET_NAMES.get(offset, f"{offset:+d}") for offset in places], fontsize=9)
     if 0 in places:
         axes.get_xticklabels()[places.index(0)].set_fontweight("bold")

@@ -7,15 +7,15 @@ from textwrap import fill
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from eagle3.evidence.attributed import Attribution
-from eagle3.evidence.plot_attribution import draw_heat_map, draw_legend, draw_profile, label_boundaries
+from eagle3.evidence.attributed import Attribution, SlotAttribution
+from eagle3.evidence.plot_attribution import draw_heat_map, draw_legend, draw_profile, fits_in_part, label_boundaries
 from eagle3.evidence.plot_panels import draw_offsets, draw_slot_norms, draw_words
 from eagle3.evidence.plot_style import SLOT_VERDICTS, VERDICT_COLOURS, VERDICT_SIGNS, literal
 from eagle3.evidence.report import EvidenceReport, Verdict
 
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.09, 0.715  # inches, and shares of them: words stand right of the heat map
 _HEAD, _PROFILE, _SLOT, _BOTTOM, _GAP, _FOOT = 0.95, 2.4, 0.42, 2.1, 0.75, 0.5  # inches
-_TITLE, _NAMED = 12, 4
+_TITLE, _NAMED, _LINE = 12, 4, 135
 
 
 def evidence_png(report: EvidenceReport, *, dpi: int = 100) -> bytes:
@@ -53,7 +53,7 @@ def _attributed(report: EvidenceReport, attribution: Attribution) -> Figure:
         label_boundaries(axes, attribution.num_layers, span * _WIDTH)
     draw_offsets(figure.add_axes((_LEFT, bottom, 0.36, height)), report)
     words = figure.add_axes((0.5, bottom, 0.48, height))
-    draw_words(words, "In words", list(_paragraphs(report)), width=92, lines=12, most=4)
+    draw_words(words, "In words", list(_paragraphs(report)), width=90, lines=12, most=4)
     _headline(figure, report, total)
     return figure
 
@@ -85,10 +85,24 @@ def _headline(figure: Figure, report: EvidenceReport, total: float) -> None:
     slots = report.attribution.slots if report.attribution else ()
     wrong = [s for s in slots if s.verdict == "refuted" and not (s.fits and s.claimed == str(s.found))]
     if wrong:
-        held = [f"really {slot.found}" if slot.fits else "no tensor of the target" for slot in wrong]
-        names = "  ·  ".join(f"{slot.label} is {what}" for slot, what in zip(wrong[:_NAMED], held, strict=False))
-        more = f"  ·  and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        figure.text(0.012, 1 - 0.42 / total, literal(names + more, 135), va="top", color=colour, fontsize=_TITLE)
+        names = _named([f"{slot.label} is {_held(slot)}" for slot in wrong])
+        figure.text(0.012, 1 - 0.42 / total, literal(names, _LINE), va="top", color=colour, fontsize=_TITLE)
+
+
+def _held(slot: SlotAttribution) -> str:
+    if fits_in_part(slot):
+        return f"{slot.found} in only {slot.rows_fitting:.0%} of its rows"
+    return f"really {slot.found}" if slot.fits else "no tensor of the target"
+
+
+def _named(items: list[str]) -> str:
+    """As many as fit into the line whole, and how many more there are."""
+    for most in range(min(len(items), _NAMED), 0, -1):
+        rest = len(items) - most
+        line = "  ·  ".join([*items[:most], *([f"and {rest} more"] if rest else [])])
+        if len(line) <= _LINE:
+            return line
+    return items[0]
 
 
 def _paragraphs(report: EvidenceReport) -> Iterator[tuple[Verdict, str]]:

@@ -25,7 +25,7 @@ __all__ = [
     "worst",
 ]
 
-CHECK_SET_VERSION = 2
+CHECK_SET_VERSION = 3
 """Goes up whenever a check is added, or judges otherwise: a report says which set it passed."""
 
 Verdict = Literal["pass", "warn", "fail"]

@@ -67,6 +67,14 @@ class RowMeasure:
         self._dimensions.add(state if len(rows) == len(state) else state[rows], norms[rows])
         return Suspects(tuple(bad), tuple(near), tuple((norms == 0).nonzero().flatten().tolist()))
 
+    def join(self, later: "RowMeasure") -> None:
+        """The samples that another worker saw, after these."""
+        self._nonfinite += later._nonfinite
+        self._near_max += later._near_max
+        self._first = self._first or later._first
+        self._norms.join(later._norms)
+        self._dimensions.join(later._dimensions)
+
     def measures(self) -> dict[str, Any]:
         """Values for the fields of RowStatistics."""
         return {
@@ -99,6 +107,13 @@ class _Norms:
         self._min, self._max = min(self._min, float(norms.min())), max(self._max, float(norms.max()))
         bins = ((norms.log2() - LOWEST_OCTAVE) * BINS_PER_OCTAVE).clamp(0, len(self._histogram) - 1).long()
         self._histogram += torch.bincount(bins, minlength=len(self._histogram))
+
+    def join(self, later: "_Norms") -> None:
+        self._count += later._count
+        self._sum += later._sum
+        self._squares += later._squares
+        self._min, self._max = min(self._min, later._min), max(self._max, later._max)
+        self._histogram += later._histogram
 
     def measures(self) -> dict[str, float | None]:
         if not self._count:
@@ -139,6 +154,12 @@ class _Dimensions:
         self._sum += x.sum(0)
         self._squares += squares.sum(0)
         self._shares += weights @ squares
+
+    def join(self, later: "_Dimensions") -> None:
+        self._rows += later._rows
+        self._sum += later._sum
+        self._squares += later._squares
+        self._shares += later._shares
 
     def spread(self) -> Spread | None:
         """None before the first row, and where a square left float32's range."""

@@ -51,9 +51,18 @@ class Lineage:
             return self.urls.run(self._connection.client.get_run(run_id).info.experiment_id, run_id)
 
     def record_extraction(
-        self, ref: DumpRef, manifest: Manifest, *, prefect_url: str | None, metrics: Mapping[str, float]
+        self,
+        ref: DumpRef,
+        manifest: Manifest,
+        *,
+        prefect_url: str | None,
+        metrics: Mapping[str, float],
+        partitions: Sequence[str] = (),
     ) -> str:
-        """The run that captured a dump: target in, dump out, the manifest as artifact. Returns the run's id."""
+        """The run that captured a dump: target in, dump out, the manifest as artifact. Returns the run's id.
+
+        `partitions`: a line on each part that the dump was merged from.
+        """
         dump = DumpDataset(ref, manifest).entity()
         values.refuse_secrets({"flags": manifest.engine.flags})
         key = sha256_json([ref.uri, ref.sha256])
@@ -72,7 +81,8 @@ class Lineage:
                 note=f"Captured `{ref.uri}` from {manifest.target.name}.",
             ) as run:
                 run.inputs(dataset=dump, context=names.OUTPUT, sha256=ref.sha256, model_id=target_id)
-                run.params(_extraction_params(manifest))
+                parts = {"partitions.count": len(partitions), "partitions": list(partitions)} if partitions else {}
+                run.params(_extraction_params(manifest) | parts)
                 run.metrics([(0, metrics)], dataset=dump)
                 run.text(MANIFEST_NAME, manifest.canonical().decode())
             return run.run_id

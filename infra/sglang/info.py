@@ -39,6 +39,8 @@ class ServerInfo(BaseModel):
     dp_size: int = 1
     pp_size: int = 1
     ep_size: int = 1
+    attn_cp_size: int = 1
+    enable_layernorm_sp: bool = False
     random_seed: int | None = None
     enable_return_aux_hidden_states: bool = False
     return_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
@@ -109,6 +111,11 @@ def complete_capture_problems(info: ServerInfo) -> list[str]:
         )
     if info.pp_size != 1:
         problems.append(f"Pipeline parallel size is {info.pp_size}: only the last stage's layers are seen; use 1.")
+    if info.enable_layernorm_sp or info.attn_cp_size != 1:
+        problems.append(
+            "States are scattered over ranks (--enable-layernorm-sp, --attn-cp-size): none of them has every row of a "
+            "prompt, and with the former SGLang 0.5.23 dies at the first one. Serve without."
+        )
     if info.return_hidden_states_mode != "full":
         problems.append(
             f"return_hidden_states_mode is {info.return_hidden_states_mode!r}: rows of a prompt need 'full'; leave "

@@ -75,12 +75,13 @@ class ServerConfig(BaseModel):
     )
     capture: CaptureServing | None = Field(None, title="Capture", description="For a dump; not together with a drafter")
     draft: DraftServing | None = Field(None, title="Drafter")
-    threads: int = Field(1, ge=1, title="Threads", description="CPU only: threads of each tensor-parallel process")
+    threads: int = Field(1, ge=1, title="Threads", description="CPU only: threads of each process of the model")
     max_running_requests: int | None = Field(None, ge=1, title="Requests at a time")
     max_total_tokens: int | None = Field(None, ge=1, title="Cached tokens", description="Size of the key/value cache")
     mem_fraction: float | None = Field(None, gt=0, lt=1, title="Share of memory for weights and cache")
     chunked_prefill_size: int | None = Field(None, ge=-1, title="Prefill chunk", description="Tokens; -1: off")
     tensor_parallel: int = Field(1, ge=1, title="Tensor-parallel size")
+    data_parallel: int = Field(1, ge=1, title="Replicas", description="Data-parallel replicas behind one address")
     trust_remote_code: bool = Field(False, title="Trust remote code", description="Run Python that the target brings")
     disable_cuda_graph: bool = Field(
         False, title="No decode graphs", description="GPU only: needed to capture while answering; slower decoding"
@@ -120,6 +121,8 @@ def launch_plan(config: ServerConfig, port: int, settings: Settings) -> LaunchPl
     command = [*interpreter(settings), *MODULE, "--model-path", str(config.target)]
     command += ["--host", HOST, "--port", str(port), "--device", device, "--dtype", _dtype(config, device)]
     command += ["--random-seed", str(config.random_seed), "--tp-size", str(config.tensor_parallel)]
+    if config.data_parallel > 1:
+        command += ["--dp-size", str(config.data_parallel)]
     if config.trust_remote_code:
         command += ["--trust-remote-code"]
     command += _size_flags(config, device, latent)
@@ -314,18 +317,19 @@ def _cpu_environment(config: ServerConfig) -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    if config.tensor_parallel > 1:
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = _thread_binding(config.tensor_parallel, config.threads)
+    ranks = config.tensor_parallel * config.data_parallel
+    if ranks > 1:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = _thread_binding(ranks, config.threads)
     return env
 
 
 def _thread_binding(ranks: int, threads: int) -> str:
-    """Cores of each tensor-parallel process, as SGLang reads them: "0-1|2-3"."""
+    """Cores of each process of the model (a tensor-parallel rank of a replica), as SGLang reads them: "0,1|2,3"."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks * threads:
         raise LaunchError(
-            f"{ranks} tensor-parallel processes of {threads} threads need {ranks * threads} cores; this process may "
-            f"use {len(cores)}"
+            f"{ranks} processes of the model (tensor-parallel ranks times replicas) of {threads} threads need "
+            f"{ranks * threads} cores; this process may use {len(cores)}"
         )
     groups = [cores[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
     return "|".join(",".join(map(str, group)) for group in groups)

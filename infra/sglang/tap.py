@@ -1,8 +1,8 @@
 """The tap: a SGLang plugin that writes a request's hidden states to a staging folder, one file per request.
 
 SGLang loads it through its own entry-point group `sglang.srt.plugins`; it does nothing unless `EAGLE3_TAP_DIR` names a
-folder. It imports the standard library, torch, safetensors and SGLang only, so that it also works in a foreign SGLang
-build (`tap_dist/` packs this file, `tap_rows.py` and `tap_probe.py` alone). Hook points: SGLang 0.5.23.
+folder. It imports the standard library, torch and SGLang only, so that it also works in a foreign SGLang build
+(`tap_dist/` packs this file, `tap_rows.py`, `tap_files.py` and `tap_probe.py` alone). Hook points: SGLang 0.5.23.
 
 A request asks with `sampling_params.custom_params = {"tap": true}` and gets `<rid>.safetensors`, which is there before
 the final answer leaves the server:
@@ -19,6 +19,10 @@ A probe asks with `{"tap": "probe"}` and one token to generate. Its file also ha
 Row i is the state after reading token i; rows = prompt + output - 1, for the last token of an answer is never read.
 Every other outcome is a line in `events.<pid>.jsonl` that names the request and says why. `live.<pid>.json` tells what
 the running model itself captures. What was captured hangs on SGLang's own request object and dies with it.
+
+The scheduler's thread copies and writes nothing: it takes hold of a pass's tensors, and two threads behind it give the
+rows to their requests and write the files. A finished request's last answer is held back until its file is there, while
+other requests go on. Both threads are bounded in the memory that waits for them: behind a slow disk the server waits.
 """
 
 import json
@@ -27,16 +31,16 @@ import os
 import re
 import time
 from collections.abc import Callable
-from functools import wraps
+from concurrent.futures import Future
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
+from .tap_files import Held, Line, publish, write_safetensors
 from .tap_probe import Walk, check_parallel, decoder_of
-from .tap_rows import Capture, collect, mark, mark_of, spans_of
+from .tap_rows import Capture, Pass, collect, mark, mark_of, spans_of
 
-TAP_VERSION = "1.1.0"
+TAP_VERSION = "1.2.0"
 ENV_DIR = "EAGLE3_TAP_DIR"
 
 # (method of Tap, kind of hook, what it is hooked to in sglang.srt)
@@ -46,12 +50,16 @@ _HOOKS = (
     ("on_states", "BEFORE", "layers.logits_processor.LogitsProcessor.forward"),
     ("on_answer", "BEFORE", "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output"),
     ("on_abort", "AFTER", "managers.scheduler.Scheduler.send_abort_output"),
+    ("release", "AFTER", "managers.scheduler.Scheduler.process_input_requests"),
+    ("doze", "AROUND", "managers.scheduler.Scheduler.maybe_sleep_on_idle"),
 )
 _STATES_ARGUMENTS = ("input_ids", "hidden_states", "lm_head", "logits_metadata", "aux_hidden_states")
 # Rids come from clients: only these become file names.
 _SAFE_RID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _ATTRIBUTE = "_eagle3_tap"
 _UNSEEN = object()
+_MOST_WAITING = 2**30  # bytes of rows that may wait for each of the two threads
+_DOZE_SECONDS = 0.02
 
 _log = logging.getLogger("eagle3.tap")
 
@@ -72,13 +80,19 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Tap:
-    """What the hooks do, one per process. Each takes what it is hooked to takes; AFTER hooks take its result first."""
+    """What the hooks do, one per process. Each takes what it is hooked to takes; AFTER hooks take its result first.
+
+    A capture is written in the thread of `_copies` only.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._events = folder / f"events.{os.getpid()}.jsonl"
         self._announced = False
         self._walk: Walk | None = None
+        self._copies = Line("eagle3-tap-copy", _MOST_WAITING)
+        self._files = Line("eagle3-tap-write", _MOST_WAITING)
+        self._held: dict[int, Held] = {}  # by the request's identity, in the order in which they finished
 
     @_guarded
     def announce(self, _result: Any, runner: Any, *_: Any, **__: Any) -> None:
@@ -129,9 +143,12 @@ class Tap:
                 spans={index: spans[index] for index, _ in probes},
             )
         except Exception as error:  # noqa: BLE001 - the other requests of the batch keep their rows
-            for _, capture in probes:
-                capture.fail(f"no probe: {error}")
+            self._fail(probes, f"no probe: {error}")
         return self._walk
+
+    def _fail(self, captures: list[tuple[int, Capture]], why: str) -> None:
+        for _, capture in captures:
+            self._copies.put(partial(capture.fail, why))
 
     @_guarded
     def _begin(self, req: Any, server_args: Any) -> Capture | None:
@@ -142,12 +159,15 @@ class Tap:
             self.event("refused", req.rid, why=refusal)
             return None
         # The file of an earlier request with this rid must never pass for this one's.
+        for held in self._held.values():
+            if held.req.rid == req.rid:  # its client has left
+                held.wait()
         self._file(req.rid).unlink(missing_ok=True)
         return Capture(probe=wants_probe(req))
 
     @_guarded
     def on_states(self, _processor: Any, *args: Any, **named: Any) -> None:
-        """Copy the rows of the marked requests; SGLang's models pass some arguments by name."""
+        """Take the rows of the marked requests; SGLang's models pass some arguments by name."""
         given = dict(zip(_STATES_ARGUMENTS, args, strict=False)) | named
         marked = mark_of(given["logits_metadata"])
         if marked is None:
@@ -157,17 +177,49 @@ class Tap:
             if walk:
                 walk.end()
             if captures:
-                collect(captures, walk=walk, **given)
+                rows = collect(captures, walk=walk, **given)
+                self._copies.put(partial(self._keep, rows), rows.num_bytes)
         except Exception as error:  # noqa: BLE001 - the requests of this batch have lost rows
-            for _index, capture in captures:
+            self._fail(captures, f"{type(error).__name__}: {error}")
+
+    def _keep(self, rows: Pass) -> None:
+        try:
+            rows.keep()
+        except Exception as error:  # noqa: BLE001 - see above
+            for _, capture in rows.captures:
                 capture.fail(f"{type(error).__name__}: {error}")
 
     @_guarded
-    def on_answer(self, _streamer: Any, reqs: Any, _logprob: Any = None, skip_req: Any = None, **_: Any) -> None:
-        """A request passes here finished exactly once, before its final answer leaves."""
+    def on_answer(
+        self, streamer: Any, reqs: Any, return_logprob: bool = False, skip_req: Any = None, **more: Any
+    ) -> Any:
+        """A request passes here finished exactly once, before its final answer leaves: that one is held back.
+
+        Under overlap scheduling a held request may pass again.
+        """
         for req in reqs:
-            if req is not skip_req and req.finished() and not req.finished_output:
-                self.finish(req)
+            if req is not skip_req and req.finished() and not req.finished_output and id(req) not in self._held:
+                work = self.finish(req)
+                if work is not None:
+                    send = partial(streamer.stream_output, [req], return_logprob)
+                    self._held[id(req)] = Held(req, work, send)
+        if not self._held:
+            return None
+        staying = [req for req in reqs if id(req) not in self._held]
+        return (streamer, staying, return_logprob, skip_req), more
+
+    def release(self, *_: Any, **__: Any) -> None:
+        """Once in every turn of the scheduler: answers whose files are there leave."""
+        for held in [held for held in self._held.values() if held.is_over()]:
+            del self._held[id(held.req)]
+            held.send()
+
+    def doze(self, sleep: Callable[..., None], *args: Any, **named: Any) -> None:
+        """Around the sleep of an idle scheduler, which only a new request ends: a held answer must end it too."""
+        if not self._held:
+            sleep(*args, **named)
+            return
+        next(iter(self._held.values())).wait(_DOZE_SECONDS)
 
     @_guarded
     def on_abort(self, _result: Any, _scheduler: Any, abort_req: Any, req: Any) -> None:
@@ -175,26 +227,32 @@ class Tap:
         self._end_aborted(req, abort_req.finished_reason)
 
     @_guarded
-    def finish(self, req: Any) -> None:
-        """Publish the request's file, or say why not."""
+    def finish(self, req: Any) -> "Future[Future[None] | None] | None":
+        """Have the request's file published, or the reason told why not; None where nothing is to be waited for."""
         reason = req.finished_reason.to_json()
         if reason.get("type") == "abort":
             self._end_aborted(req, reason)
-            return
+            return None
         capture = self._take(req)
         if capture is None:
-            return
-        prompt = list(req.origin_input_ids)
+            return None
         output = list(req.output_ids[: req.finished_len])  # a stop may leave tokens behind it
+        return self._copies.put(partial(self.complete, req, list(req.origin_input_ids), output, reason, capture))
+
+    @_guarded
+    def complete(
+        self, req: Any, prompt: list[int], output: list[int], reason: dict[str, Any], capture: Capture
+    ) -> "Future[None] | None":
+        """Behind the last rows of a request: check them and give them to the writer."""
         rows = len(prompt) + len(output) - 1
         if capture.failure or not output or capture.rows < rows:
             self.event("incomplete", req.rid, why=capture.failure or f"{capture.rows} rows captured instead of {rows}")
-            return
+            return None
         capture.rewind(rows)
         tensors = capture.tensors()
-        if tensors["input_ids"].tolist() != (prompt + output)[:-1]:
+        if tensors["input_ids"][0].tolist() != (prompt + output)[:-1]:
             self.event("ids_mismatch", req.rid, why="the captured token ids are not those of prompt and answer")
-            return
+            return None
         numbers = {
             "prompt_tokens": len(prompt),
             "output_tokens": len(output),
@@ -203,14 +261,21 @@ class Tap:
         }
         metadata = {name: str(value) for name, value in numbers.items()}
         metadata |= {"rid": req.rid, "finish": json.dumps(reason), "tap_version": TAP_VERSION}
-        publish(self._file(req.rid), lambda path: save_file(tensors, path, metadata))
-        self.event("published", req.rid, rows=rows)
+        return self._files.put(partial(self.write, req, tensors, metadata), capture.num_bytes)
+
+    @_guarded
+    def write(self, req: Any, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        publish(self._file(req.rid), lambda path: write_safetensors(path, tensors, metadata))
+        self.event("published", req.rid, rows=int(metadata["rows"]))
 
     def _end_aborted(self, req: Any, reason: Any) -> None:
         capture = self._take(req)
         if capture is not None:
             why = reason.get("message") if isinstance(reason, dict) else None
-            self.event("aborted", req.rid, why=why or "aborted by the client", rows=capture.rows)
+            self._copies.put(partial(self._tell_aborted, req.rid, why or "aborted by the client", capture))
+
+    def _tell_aborted(self, rid: str, why: str, capture: Capture) -> None:
+        self.event("aborted", rid, why=why, rows=capture.rows)
 
     def _take(self, req: Any) -> Capture | None:
         """The request's capture, for the one that ends it: nothing is left on the request."""
@@ -309,19 +374,6 @@ def capture_list(model: Any) -> tuple[str, list[int]]:
     if len(set(map(tuple, found.values()))) > 1:
         raise ValueError(f"several modules capture different layers: {found}")
     return next(iter(found.items()), ("", []))
-
-
-def publish(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside its place and move it there: it is whole or absent. What failed is removed."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def register() -> None:

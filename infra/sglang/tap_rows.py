@@ -1,6 +1,7 @@
 """The rows that the tap keeps of a request, and how they leave a forward pass. Part of the tap: torch alone."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +50,14 @@ class Capture:
         self.failure = self.failure or why
         self.rewind(0)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What the request's file holds: `input_ids` and the states by name."""
-        states = {name: torch.cat([part[2][i] for part in self._parts]) for i, name in enumerate(self.names)}
-        return states | {"input_ids": torch.cat([part[1] for part in self._parts]).to(torch.int64)}
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for _, ids, states in self._parts for tensor in (ids, *states))
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What the request's file holds, each as parts along its rows: `input_ids`, then the states by name."""
+        ids = torch.cat([part[1] for part in self._parts]).to(torch.int64)
+        return {"input_ids": [ids]} | {name: [part[2][i] for part in self._parts] for i, name in enumerate(self.names)}
 
 
 class Marked(list):
@@ -81,6 +86,51 @@ def mark_of(forward_batch: Any) -> Marked | None:
     return next((marked for marked in lists if isinstance(marked, Marked)), None)
 
 
+@dataclass
+class Pass:
+    """A forward pass that is over: its packed tensors, and which rows of them belong to whom.
+
+    Made in the scheduler's thread, which only takes hold of tensors; `keep` copies, and may run in another one. What
+    the engine would write over in between is a copy: token ids and positions (overlap scheduling), and everything on a
+    GPU, where the copy is queued behind the pass and `ready` tells when it is there. On a CPU every pass makes its
+    states anew, and they live as long as somebody holds them.
+    """
+
+    captures: list[tuple[int, Capture]]  # (place in the batch, capture)
+    spans: list[tuple[int, int]]  # of each capture
+    positions: torch.Tensor
+    input_ids: torch.Tensor
+    layers: list[torch.Tensor]  # one per layer, or all of them in one
+    final: torch.Tensor
+    walk: "Walk | None"
+    ready: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.layers, self.final))
+
+    def keep(self) -> None:
+        """Give every capture its rows, in memory of their own: a view would keep the whole pass."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        states = [tensor.cpu() for tensor in (*self.layers, self.final)]  # one transfer each
+        places, ids = self.positions.tolist(), self.input_ids.cpu()
+        for (index, capture), (start, end) in zip(self.captures, self.spans, strict=True):
+            where = places[start:end]
+            if where != list(range(where[0], where[0] + len(where))):
+                capture.fail("its rows are not consecutive positions: a draft tree, or a sequence sharded over ranks")
+                continue
+            *layers, final = [state[start:end] for state in states]
+            own = [torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0].clone(), final.clone()]
+            if capture.probe:
+                if self.walk is None or self.walk.failure:
+                    why = self.walk.failure if self.walk else "its boundaries were not looked at"
+                    capture.fail(f"no probe: {why}")
+                    continue
+                own.append(self.walk.rows(index))
+            capture.write(where[0], ids[start:end].clone(), *own)
+
+
 def collect(
     captures: list[tuple[int, Capture]],
     input_ids: Any,
@@ -88,8 +138,8 @@ def collect(
     logits_metadata: Any,
     walk: "Walk | None" = None,
     **more: Any,
-) -> None:
-    """Copy the captured requests' rows out of a forward pass: the engine uses the memory of every tensor again.
+) -> Pass:
+    """Take hold of the captured requests' rows of a forward pass: `keep()` of what is returned gives them out.
 
     `walk` has looked at every boundary of this pass, where a probe is among the requests.
     """
@@ -98,29 +148,22 @@ def collect(
         raise ValueError("the model captures no layers: the server runs without --enable-return-aux-hidden-states")
     every = spans_of(logits_metadata)
     spans = [every[index] for index, _ in captures]
-    layers = [aux] if isinstance(aux, torch.Tensor) else aux  # packed, or a list of one tensor per layer
-    tensors = (
-        rows_of(logits_metadata.positions, spans),
-        rows_of(input_ids, spans),
-        torch.cat([rows_of(layer, spans) for layer in layers], dim=-1),
-        rows_of(hidden_states, spans),
-    )
-    lengths = [end - start for start, end in spans]
-    # One transfer per tensor. A sequence that is sharded over ranks has too few rows, which split refuses.
-    split = [tensor.cpu().split(lengths) for tensor in tensors]
-    for (index, capture), positions, *rows in zip(captures, *split, strict=True):
-        where = positions.tolist()
-        if where != list(range(where[0], where[0] + len(where))):
-            capture.fail("its rows are not consecutive positions: a draft tree, or a sequence sharded over ranks")
-            continue
-        # A view would keep the rows of the whole batch in memory.
-        own = rows if len(spans) == 1 else [part.clone() for part in rows]
-        if capture.probe:
-            if walk is None or walk.failure:
-                capture.fail(f"no probe: {walk.failure if walk else 'its boundaries were not looked at'}")
-                continue
-            own = [*own, walk.rows(index)]
-        capture.write(where[0], *own)
+    layers = [aux] if isinstance(aux, torch.Tensor) else list(aux)  # packed, or a list of one tensor per layer
+    shortest = min(len(tensor) for tensor in (logits_metadata.positions, input_ids, hidden_states, *layers))
+    if shortest < spans[-1][1]:
+        raise ValueError(f"{shortest} rows for {spans[-1][1]} tokens: the sequence is scattered over ranks")
+    positions, ids, states, ready = logits_metadata.positions, input_ids, [*layers, hidden_states], None
+    if not hidden_states.is_cpu:
+        positions, ids, *states = [rows_of(tensor, spans) for tensor in (positions, ids, *states)]
+        spans = spans_of_lengths(end - start for start, end in spans)
+        if hidden_states.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()
+        else:
+            states = [tensor.cpu() for tensor in states]
+    else:
+        positions, ids = positions.clone(), ids.clone()
+    return Pass(captures, spans, positions, ids, states[:-1], states[-1], walk, ready)
 
 
 def spans_of(forward_batch: Any) -> list[tuple[int, int]]:
@@ -134,6 +177,11 @@ def spans_of(forward_batch: Any) -> list[tuple[int, int]]:
         lengths = forward_batch.extend_seq_lens_cpu
     else:
         raise ValueError(f"a batch of mode {mode.name} is not known to the tap")
+    return spans_of_lengths(lengths)
+
+
+def spans_of_lengths(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """[2, 3] -> [(0, 2), (2, 5)]."""
     ends = list(accumulate(lengths))
     return list(zip([0, *ends], ends, strict=False))
 

@@ -101,6 +101,7 @@ def test_answer_then_prefill_captures_the_same_rows_as_while_answering(
         assert all(slot.fits for slot in delivered(probe))
 
 
+@pytest.mark.slow  # its parts: tests/integration/test_given.py
 def test_given_conversations_are_read_and_their_dump_is_validated(
     command: Command, config: Path, tmp_path: Path, stack_settings: Settings
 ) -> None:

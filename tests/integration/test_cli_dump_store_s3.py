@@ -40,6 +40,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
         yield server
 
 
+@pytest.mark.slow  # on a folder: tests/unit/test_cli_dump_store.py
 def test_a_dump_goes_from_disk_to_s3_to_another_bucket_and_away(
     tiny_llama: Path, tmp_path: Path, server: S3Server
 ) -> None:

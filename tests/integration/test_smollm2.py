@@ -1,7 +1,10 @@
 """The demo's model, made from the installed package: a real language model that answers sensibly."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,13 +33,18 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the first plan on a machine, which says so, and where, beside its answer."""
     home = tmp_path_factory.mktemp("home")
     leftover = home / "models" / f".{FOLDER_NAME}-part-killed"
     leftover.mkdir(parents=True)
-    sentences: list[str] = []
-    folder = ensure_smollm2(home, sentences.append)
-    assert sentences[-1].startswith("SmolLM2-135M-Instruct is ready: 273 MB in ")
-    assert folder == home / "models" / FOLDER_NAME
+    folder = home / "models" / FOLDER_NAME
+    command = [sys.executable, "-c", "from flows.cli import main; main()", "plan", "--json"]
+    environment = os.environ | {"EAGLE3_HOME": str(home)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["target"] == str(folder)
+    sentences = done.stderr.splitlines()
+    assert sentences[0] == f"making the demo's model once, in {folder}: 270 MB, about half a minute"
+    assert sentences[-1].startswith(f"SmolLM2-135M-Instruct is ready in {folder}: 273 MB in ")
     assert sorted(p.name for p in folder.parent.iterdir()) == [f".{FOLDER_NAME}.lock", FOLDER_NAME]
     return folder
 

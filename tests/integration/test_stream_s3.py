@@ -231,6 +231,7 @@ print(json.dumps({"grew": status("VmHWM") - before, "cache": most, "rows": rows}
 """
 
 
+@pytest.mark.slow
 def test_a_dump_many_times_larger_than_cache_and_memory_is_read_once_in_bounded_memory(
     server: S3Server, proxy: FaultProxy, settings: Settings, tmp_path: Path
 ) -> None:

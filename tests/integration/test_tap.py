@@ -291,7 +291,7 @@ def test_a_write_that_fails_leaves_nothing_and_the_server_goes_on(
         resource.prlimit(scheduler, resource.RLIMIT_FSIZE, (hard, hard))
     assert len(answer["output_ids"]) == 3
     event = last_event(staging, "full-1")
-    assert (event["event"], event["where"]) == ("error", "finish")
+    assert (event["event"], event["where"]) == ("error", "write")
     assert "full-1" not in published(staging)
     assert "full-1" in why_missing(staging, "full-1")
     answer = post(server, body("full-2", prompt(1400), 3))

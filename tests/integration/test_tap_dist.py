@@ -1,4 +1,4 @@
-"""The tap alone, for a SGLang in an interpreter or container of its own: a wheel of its three files."""
+"""The tap alone, for a SGLang in an interpreter or container of its own: a wheel of its four files."""
 
 import os
 import subprocess
@@ -14,6 +14,7 @@ from infra.sglang.launch import STAND_INS
 pytestmark = pytest.mark.integration
 
 FOLDER = Path(infra.sglang.tap.__file__).parent / "tap_dist"
+TAP_FILES = ("tap", "tap_files", "tap_probe", "tap_rows")
 
 # Both distributions in one process, as SGLang's own loader calls them.
 REGISTER_BOTH = """
@@ -49,7 +50,7 @@ def run(code: str, **env: str) -> str:
 def test_wheel_holds_these_very_files_and_its_entry_point(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if ".dist-info/" not in name]
-        assert sorted(modules) == [f"eagle3_tap/{name}.py" for name in ("__init__", "tap", "tap_probe", "tap_rows")]
+        assert sorted(modules) == [f"eagle3_tap/{name}.py" for name in ("__init__", *TAP_FILES)]
         for name in modules:
             assert archive.read(name) == (FOLDER.parent / Path(name).name).read_bytes()
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
@@ -63,7 +64,7 @@ def test_wheel_holds_these_very_files_and_its_entry_point(wheel: Path) -> None:
 def test_installed_twice_it_hooks_once_and_imports_nothing_of_ours(wheel: Path, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(wheel), str(STAND_INS)])  # a wheel of plain modules can be imported as it is
     hooks = run(REGISTER_BOTH, PYTHONPATH=paths, EAGLE3_TAP_DIR=str(tmp_path / "staging"))
-    assert hooks == "[1, 1, 1, 1, 1]"
+    assert hooks == "[1, 1, 1, 1, 1, 1, 1]"
     assert (tmp_path / "staging").stat().st_mode & 0o777 == 0o700
 
 

@@ -39,7 +39,11 @@ def test_the_order_of_the_slots_is_part_of_the_digest() -> None:
     [
         ([], "needs at least one point"),
         (["layers.2", "layers.2"], "captured twice: layers.2"),
-        (["norm"], "captured twice"),
+        (["norm"], "captured twice: norm is the final state"),
+        ([2, 15, 27], r"got 2, 15, 27\. An engine's ids say nothing without their convention.* --ids 2,15,27 "),
+        ([True], "got True"),
+        (["x" * 10**6], f"got '{'x' * 79}\\. A point"),
+        (list(range(10**5)), "got 0, 1, 2, 3, 4, 5, 6, 7. An"),
     ],
 )
 def test_a_spec_that_cannot_be_captured_is_refused(aux: list[str], message: str) -> None:

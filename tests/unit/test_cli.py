@@ -32,6 +32,7 @@ COMMANDS = [
     ["plan"],
     ["layers"],
     ["lineage"],
+    ["probe"],
     *(["dump", c] for c in ("verify", "inspect", "attribute", "compare", "ls", "show", "copy", "prune")),
     ["doctor"],
 ]
@@ -44,11 +45,12 @@ def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_help_with_an_example(command: list[str]) -> None:
+def test_every_command_has_help_with_an_example_and_its_exit_codes(command: list[str]) -> None:
     done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
     assert "Example" in done.output
     assert f"eagle3 {' '.join(command)}" in done.output
+    assert "Exit codes: 0 " in done.output
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,26 @@ def test_a_wrong_setting_is_named_by_its_variable(variable: str, value: str, mon
     [
         ({"prompts": Path("nope.jsonl"), "num_train": 5}, r"no prompts file nope\.jsonl"),
         ({"also": [Path("nope.jsonl")]}, r"no prompts file nope\.jsonl"),
-        ({"name": "My Run"}, "name: String should match pattern"),
+        ({"name": "My Run"}, "name: expected lower-case letters, digits and dashes, at most 63; got 'My Run'"),
     ],
     ids=["prompts", "also", "name"],
 )
 def test_an_option_that_does_not_fit_is_named_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ParamsError, match=message):
         pipeline_params(**options)
+
+
+@pytest.mark.parametrize("what", ["nothing", "a folder", "bytes"])
+def test_a_configuration_that_cannot_be_read_is_named_once(tmp_path: Path, what: str) -> None:
+    config = tmp_path / "c.yaml"
+    if what == "a folder":
+        config.mkdir()
+    elif what == "bytes":
+        config.write_bytes(b"\xff\xfe")
+    with pytest.raises(ParamsError, match=r"c\.yaml \(.+\): expected a YAML file such as configs") as refused:
+        pipeline_params(config)
+    assert str(refused.value).count("c.yaml") == 1
+    assert "Errno" not in str(refused.value)
 
 
 def test_down_says_where_it_looked(tmp_path: Path) -> None:
@@ -132,6 +147,7 @@ def test_a_target_on_this_machine_is_planned_from_its_own_config(tiny_llama: Pat
     config = tmp_path / "tiny.yaml"
     config.write_text(
         f"target: {{path: {tiny_llama}}}\ncapture: {{aux: [layers.1, layers.3]}}\nserving: {{device: cpu}}\n"
+        "mismatch: null\n"
     )
     done = CliRunner().invoke(app, ["run", "--config", str(config), "--dry-run"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
@@ -144,7 +160,7 @@ def test_points_that_the_target_does_not_have_are_refused_before_anything_starts
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     config = tmp_path / "tiny.yaml"
-    config.write_text(f"target: {{path: {tiny_llama}}}\ncapture: {{aux: [layers.1, layers.8]}}\n")
+    config.write_text(f"target: {{path: {tiny_llama}}}\ncapture: {{aux: [layers.1, layers.8]}}\nmismatch: null\n")
     with pytest.raises(Eagle3Error, match=r"no layers\.8: it has 8 decoder layers"):
         CliRunner().invoke(app, ["run", "--config", str(config), "--dry-run"], catch_exceptions=False)
 

@@ -17,7 +17,7 @@ from eagle3.dump.writer import CapturedSample
 from tests.command import dump
 from tests.dumps import Capture, capture, with_states, write_dump
 from tests.foreign import AUX, WRITERS, write_request_folders, write_specforge, write_state_lists
-from tests.targets import LAYERS
+from tests.targets import LAYERS, make_llama
 
 pytestmark = pytest.mark.unit
 
@@ -242,6 +242,48 @@ def test_a_capture_of_other_layers_does_not_compare(captured: Capture, tmp_path:
     said = dump("compare", tmp_path / "ours", tmp_path / "theirs")
     assert said.code == REFUTED
     assert "do not hold the same states" in said.out
+
+
+def test_a_comparison_says_its_measures_in_plain_words(captured: Capture, tmp_path: Path) -> None:
+    write_dump(captured, tmp_path / "ours")
+    said = dump("compare", tmp_path / "ours", tmp_path / "ours")
+    assert said.code == PROVEN
+    assert "share of the squared length in the largest dimension" in said.out
+    assert "energy" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "differs"),
+    [
+        ({"num_hidden_layers": 9}, "decoder layers 8 against 9; digest of the weights"),
+        ({"vocab_size": 640}, "vocabulary 512 against 640; digest of the weights"),
+        ({}, "are of different targets: digest of the weights"),
+    ],
+    ids=["depth", "vocabulary", "weights"],
+)
+def test_dumps_of_different_targets_are_not_compared(
+    captured: Capture, tmp_path: Path, overrides: dict[str, int], differs: str
+) -> None:
+    other = capture(make_llama(tmp_path / "other", seed=7, **overrides), num_samples=2, max_new_tokens=8)
+    write_dump(captured, tmp_path / "ours")
+    write_dump(other, tmp_path / "theirs")
+    said = dump("compare", tmp_path / "ours", tmp_path / "theirs")
+    assert (said.code, said.out) == (NOT_CHECKED, "")
+    assert "are of different targets: " in said.err
+    assert differs in said.err
+    accepted = dump("compare", tmp_path / "ours", tmp_path / "theirs", "--accept-target", "--json")
+    assert accepted.code != NOT_CHECKED
+    assert "its target's weights are" in accepted.json["first"]
+
+
+def test_dumps_without_a_common_slot_or_sequence_are_not_compared(captured: Capture, tmp_path: Path) -> None:
+    other = capture(captured.target, num_samples=2, seed=11, max_new_tokens=8)
+    write_dump(captured, tmp_path / "ours")
+    foreign = write_specforge(other, tmp_path / "theirs", aux=("layers.2", "layers.4"))
+    said = dump("compare", tmp_path / "ours", foreign)
+    assert said.code == NOT_CHECKED
+    assert "holds layers.1, layers.3, layers.5, norm" in said.err
+    assert "aux_0, aux_1, final: no slot has the same name in both, and no sequence stands in both" in said.err
 
 
 def test_states_of_different_widths_are_not_compared(captured: Capture, tmp_path: Path) -> None:

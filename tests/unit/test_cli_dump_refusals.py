@@ -6,17 +6,20 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from eagle3.dump.foreign import LAYOUTS
+from eagle3.dump.writer import CapturedSample
 from flows.cli_dump import LayoutName
 from tests.command import dump
-from tests.dumps import Capture, capture, flip_bit, write_dump
-from tests.foreign import Code, write_specforge
-from tests.targets import make_llama
+from tests.dumps import Capture, capture, flip_bit, with_states, write_dump
+from tests.foreign import Code, write_specforge, write_state_lists
+from tests.targets import make_llama, make_qwen3
 
 pytestmark = pytest.mark.unit
 
@@ -59,9 +62,59 @@ def test_another_checkpoint_of_the_same_shape_is_refused_for_our_own_dump(
 def test_another_checkpoint_is_found_out_from_a_foreign_dump(
     captured: Capture, tmp_path: Path, other_target: Path
 ) -> None:
-    said = dump("attribute", write_specforge(captured, tmp_path / "dump"), "--target", other_target)
+    path = write_specforge(captured, tmp_path / "dump")
+    for options in (("--json",), ("--claim", "layers.2,layers.4,layers.6")):
+        said = dump("attribute", path, "--target", other_target, *options)
+        assert (said.code, said.out) == (NOT_CHECKED, "")
+        assert f"{path} is of another target than {other_target}: none of its 4 slots holds one of" in said.err
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: make_llama(folder, seed=5, vocab_size=640),
+        lambda folder: make_llama(folder, seed=5, num_hidden_layers=4),
+        make_qwen3,
+    ],
+    ids=["a wider vocabulary", "fewer layers", "another family"],
+)
+def test_a_target_of_another_vocabulary_depth_or_family_is_found_out(
+    captured: Capture, tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    target = make(tmp_path / "target")
+    said = dump("attribute", write_state_lists(captured, tmp_path / "dump"), "--target", target)
+    assert (said.code, said.out) == (NOT_CHECKED, "")
+    assert f"is of another target than {target}" in said.err
+
+
+def test_a_target_with_a_smaller_vocabulary_is_found_out(captured: Capture, tmp_path: Path) -> None:
+    narrow = make_llama(tmp_path / "narrow", vocab_size=64)
+    said = dump("attribute", write_specforge(captured, tmp_path / "dump"), "--target", narrow)
+    assert said.code == NOT_CHECKED
+    assert f"{narrow} has ids 0 ... 63: the dump is of another target" in said.err
+
+
+def test_a_claim_of_a_layer_that_the_target_does_not_have_is_named(captured: Capture, tmp_path: Path) -> None:
+    path = write_specforge(captured, tmp_path / "dump")
+    said = dump("attribute", path, "--target", captured.target, "--claim", "layers.2,layers.4,layers.8")
+    assert said.code == NOT_CHECKED
+    assert f"the command line claims layers.8, and the target {captured.target} has 8 decoder layers" in said.err
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_slots_of_which_few_rows_are_right_are_refuted_and_no_other_targets(
+    captured: Capture, tmp_path: Path, share: float
+) -> None:
+    def empty(sample: CapturedSample) -> CapturedSample:
+        states = {str(point): state.clone() for point, state in sample.states.items()}
+        for state in states.values():
+            state[: round(share * len(state))] = 0
+        return with_states(sample, states)
+
+    spoilt = replace(captured, samples=tuple(map(empty, captured.samples)))
+    said = dump("attribute", write_specforge(spoilt, tmp_path / "dump"), "--target", captured.target)
     assert said.code == REFUTED
-    assert "other weights" in said.out
+    assert "another target" not in said.out + said.err
 
 
 def test_a_target_of_another_shape_is_refused(captured: Capture, tmp_path: Path, tiny_llama: Path) -> None:
@@ -183,6 +236,45 @@ def test_a_store_that_does_not_exist_cannot_be_checked(tmp_path: Path) -> None:
     for command in ("verify", "inspect", "attribute"):
         said = dump(command, (tmp_path / "nothing").as_uri())
         assert said.code == NOT_CHECKED, command
+
+
+# What has no manifest
+
+
+def test_verify_says_what_a_path_without_a_manifest_is(captured: Capture, tmp_path: Path) -> None:
+    write_dump(captured, tmp_path / "unfinished")
+    (tmp_path / "unfinished" / "manifest.json").unlink()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("no dump")
+    foreign = write_specforge(captured, tmp_path / "theirs")
+    expected = {
+        tmp_path / "nowhere": "nowhere does not exist",
+        tmp_path / "unfinished": "which is written last: its extraction or its copy did not finish",
+        tmp_path / "empty": "empty has no manifest.json: it is no dump",
+        tmp_path / "notes.txt": "notes.txt is a file: name the folder that holds manifest.json",
+        foreign: "of the layout specforge (SpecForge (scripts/prepare_hidden_states.py)): only dumps that eagle3 "
+        "writes have digests to compare with. `eagle3 dump inspect` says what it is",
+    }
+    for path, words in expected.items():
+        said = dump("verify", path)
+        assert (said.code, said.out) == (NOT_CHECKED, ""), path
+        assert words in said.err
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_verify_gives_its_advice_once(captured: Capture, tmp_path: Path, damage: str) -> None:
+    manifest = write_dump(captured, tmp_path / "dump")
+    shard = tmp_path / "dump" / manifest.shards[0].name
+    if damage == "flipped":
+        flip_bit(shard)
+    elif damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    else:
+        shard.unlink()
+    said = dump("verify", tmp_path / "dump")
+    assert said.code == REFUTED
+    assert shard.name in said.out
+    assert said.out.lower().count("fetch") == said.out.lower().count("extract again") == 1
 
 
 # Usage

@@ -127,8 +127,15 @@ def test_a_model_class_is_asked_for_only_where_it_decides() -> None:
         (*LLAMA, "--ids", "2,x"),
         (*LLAMA, "--ids", "2", "--points", "layers.2"),
         (*LLAMA, "--live-list", "3", "--engine", "vllm"),
+        (*LLAMA, "--ids", "2", "--to-version", "0.33.0"),
     ],
-    ids=["nothing asked", "ids that are no integers", "two questions", "a live list of another engine"],
+    ids=[
+        "nothing asked",
+        "ids that are no integers",
+        "two questions",
+        "a live list of another engine",
+        "a version of no engine",
+    ],
 )
 def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert CliRunner().invoke(app, ["layers", *arguments]).exit_code == 2
@@ -142,6 +149,10 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...]) -> None:
         ((*LLAMA, "--points", "layer2"), "unknown capture point 'layer2'"),
         ((*LLAMA, "--points", "layers.2,layers.30"), r"no layers\.30: it has 30 decoder layers"),
         ((*LLAMA, "--ids", "-1,2,15", "--to", "modelopt"), "Model-Optimizer 0.47.0 has no id list for embed"),
+        (("--engine", "modelopt", "--num-layers", "30", "--points", "embed"), "no id list for embed with 30 layers"),
+        ((*LLAMA, "--ids", "2,15,27", "--to", "eagle"), r"always keeps the inputs of layers 2, 15 and 27 \(2, N//2"),
+        (("--engine", "eagle", "--num-layers", "4", "--default"), "EAGLE takes no layer ids: such a target cannot"),
+        (("--model-class", "LlamaForCausalLM", "--num-layers", "4", "--default"), "default needs more layers than 4"),
     ],
 )
 def test_what_is_not_known_or_possible_is_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -171,3 +182,39 @@ def test_a_live_list_without_a_model_class_says_what_is_missing() -> None:
     assert answer["warnings"] == [
         "Which ids gave this list depends on the model class: name --model-class, and --engine-version."
     ]
+
+
+def test_an_engine_without_ids_shows_what_its_code_keeps() -> None:
+    arguments = ("--engine", "eagle", "--num-layers", "30", "--default", "--to", "vllm", "--model-class")
+    said = _run(*arguments, "LlamaForCausalLM")
+    assert said.startswith("ids     none: eagle takes no ids\npoints  layers.1, layers.14, layers.26\n")
+    assert "final hidden state of EAGLE: after the final norm" in said
+    assert "LlamaForCausalLM [2, 15, 27]" in said
+    assert "The final hidden state differs: in EAGLE it is after the final norm (`norm`), in vLLM before" in said
+    assert "takes no layer ids" not in said  # the user did not give any
+    answer = _json(*arguments[:5])
+    assert (answer["ids"], answer["engine"]["ids"], answer["warnings"]) == ([], None, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "word"),
+    [
+        ("sglang", "transformers", None),
+        ("speculators", "vllm", None),
+        ("sglang", "angelslim", None),
+        ("sglang", "speculators", "differs"),
+        ("sglang", "torchspec", "may differ"),
+        ("modelopt", "torchspec", None),
+    ],
+)
+def test_a_final_state_is_called_another_only_where_it_is(source: str, to: str, word: str | None) -> None:
+    warnings = " ".join(_json("--engine", source, *LLAMA, "--ids", "2,15,27", "--to", to)["warnings"])
+    if word is None:
+        assert "The final hidden state" not in warnings
+    else:
+        assert f"The final hidden state {word}: " in warnings
+
+
+def test_a_model_class_that_changes_nothing_is_not_shown_as_one() -> None:
+    said = _run("--engine", "tensorrt_llm", "--num-layers", "30", "--ids", "2,15,27")
+    assert said.startswith("ids     tensorrt_llm f933a60 [2, 15, 27], any model class\n")

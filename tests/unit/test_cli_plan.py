@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from eagle3.capture import CaptureError
+from eagle3.drafter.config import DrafterConfigError
+from eagle3.prompts import PromptError
 from eagle3.target import Target
 from infra.settings import Settings
 from infra.store import open_store
+from tasks.advice import data_advice
 from tasks.estimate import PlanParams, PromptTokens, duration, estimate, size
 from tasks.inputs import NoRoom, prompt_parts
-from tasks.params import AnswerParams, ExtractParams, PromptParams
+from tasks.params import AnswerParams, ExtractParams, PipelineParams, PromptParams
 from tasks.planning import announce_extraction
 from tests.command import eagle3
+from tests.targets import CONTEXT
 
 pytestmark = pytest.mark.unit
 
@@ -123,6 +128,95 @@ def test_without_the_tokenizer_the_text_is_measured(prompts: Path, tmp_path: Pat
     texts = [f"Tom has {n} apples and eats {n % 3}." for n in range(NUM_PROMPTS)]
     assert figures["prompts"]["tokens"] == sum(round(len(text) / 3) for text in texts)
     assert any("a token is 3 bytes of text" in line for line in figures["assumptions"])
+
+
+@pytest.mark.parametrize("split", ["train", "heldout", "also"])
+def test_a_prompt_that_is_longer_than_the_context_is_refused_by_its_name(
+    config: Path, prompts: Path, tmp_path: Path, split: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it stands, and by `run --dry-run` as well; of transformers nothing is heard."""
+    line = json.dumps(
+        {"id": "long one", "prompt": "apples " * CONTEXT, **({"split": split} if split != "also" else {})}
+    )
+    if split == "also":
+        (tmp_path / "also.jsonl").write_text(line + "\n")
+        config.write_text(config.read_text() + f"also: [{tmp_path / 'also.jsonl'}]\n")
+    else:
+        prompts.write_text(line + "\n" + prompts.read_text())
+        config.write_text(config.read_text().replace("num_heldout: 2", f"num_heldout: {2 + (split == 'heldout')}"))
+    for command in (["plan"], ["run", "--dry-run"]):
+        with pytest.raises(PromptError, match=rf"prompt long one has .* the target's context of {CONTEXT} leaves"):
+            eagle3(*command, "--config", config)
+    assert "transformers" not in capfd.readouterr().err
+
+
+def test_a_prompt_that_the_cache_cannot_hold_is_refused_before_a_server_starts(
+    config: Path, prompts: Path, tiny_llama: Path
+) -> None:
+    """One token of the cache is never used, and one more of a request."""
+    train, _ = prompt_parts(
+        PromptParams(file=str(prompts), num_heldout=2), AnswerParams(max_new_tokens=20), Target.open(tiny_llama)
+    )
+    longest = max(len(prompt.input_ids) for prompt in train.prompts)
+    text, enough = config.read_text(), longest + 20 + 2
+    config.write_text(text.replace("serving: {", f"serving: {{max_total_tokens: {enough}, "))
+    assert eagle3("plan", "--config", config).code == FITS
+    config.write_text(text.replace("serving: {", f"serving: {{max_total_tokens: {enough - 1}, "))
+    with pytest.raises(PromptError, match=rf"has {longest} tokens .* up to 20, .*serving\.max_total_tokens"):
+        eagle3("plan", "--config", config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        (
+            "mismatch",
+            "{points: [embed, layers.8]}",
+            CaptureError,
+            r"mismatch\.points: .* no layers\.8.*`mismatch: null`",
+        ),
+        ("drafter", "{num_kv_heads: 3}", DrafterConfigError, "heads cannot share 3 key-value heads"),
+        ("also", "[not/here.jsonl]", PromptError, r"no prompts file not/here\.jsonl"),
+    ],
+)
+def test_what_a_later_stage_would_refuse_is_refused_by_the_plan(
+    config: Path, key: str, value: str, error: type[Exception], message: str
+) -> None:
+    config.write_text(config.read_text().replace("mismatch: null\n", "mismatch: null\n" if key != "mismatch" else ""))
+    config.write_text(config.read_text() + f"{key}: {value}\n")
+    with pytest.raises(error, match=message):
+        eagle3("plan", "--config", config)
+
+
+def test_far_too_little_data_is_told_with_figures(config: Path) -> None:
+    said = eagle3("plan", "--config", config)
+    assert said.code == FITS
+    careful = said.out[said.out.index("careful ") : said.out.index("environment ")]
+    for words in (
+        f"{NUM_PROMPTS} training prompts are few: the demo's 126",
+        f"250 steps of 2 samples are 83 passes over {NUM_PROMPTS} samples",
+        f"at most {NUM_PROMPTS * 20} tokens, the draft vocabulary 4,096",
+    ):
+        assert words in careful
+    assert "simulated acceptance" not in careful
+    few = eagle3("run", "--config", config, "--num-train", "4", "--dry-run", "--json")
+    assert any("of 4 samples none is left for the simulated acceptance" in line for line in few.json["advice"])
+
+
+def test_the_demos_own_prompts_and_kimis_plan_need_no_advice() -> None:
+    demo = PipelineParams()
+    assert data_advice(demo, 126, 126 * demo.answers.max_new_tokens) == ()
+    assert eagle3("run", "--config", KIMI, "--dry-run", "--json").json["advice"] == []
+
+
+def test_without_the_tokenizer_a_prompt_that_is_probably_too_long_is_named(prompts: Path, tmp_path: Path) -> None:
+    prompts.write_text(json.dumps({"id": "book", "prompt": "word " * 160_000}) + "\n" + prompts.read_text())
+    config = tmp_path / "kimi.yaml"
+    text = KIMI.read_text().replace("file: prompts/train.jsonl", f"file: {prompts}")
+    config.write_text(text.replace("num_train: 30000", "num_train: 7").replace("num_heldout: 200", "num_heldout: 2"))
+    said = eagle3("run", "--config", config, "--dry-run")
+    assert "prompt book has about 266,667 tokens (estimated)" in said.out
+    assert "the target's context of 262,144" in said.out
 
 
 def test_a_staging_disk_that_is_too_small_is_refused_and_the_message_says_by_how_much(tmp_path: Path) -> None:

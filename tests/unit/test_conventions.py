@@ -106,7 +106,12 @@ def test_a_boundary_that_is_never_met_is_refused_with_the_silent_consequence() -
         ("sglang", "0.5.13rc1", LLAMA, "not a release"),
         ("sglang", "0.5.13.post9", LLAMA, "known are 0.5.9, 0.5.10, "),
         ("sglang", "latest", LLAMA, "not a version"),
-        ("sglang", "0.5.23", "FooForCausalLM", "not checked; known: "),
+        (
+            "sglang",
+            "0.5.23",
+            "FooForCausalLM",
+            r"not checked\. The live model settles it: .* Known are ApertusForCausalLM, ",
+        ),
         ("sglang", "0.5.9", KIMI, "captures layers from SGLang 0.5.10 on"),
         ("sglang", "0.5.11", "Gemma3ForCausalLM", "captures layers from SGLang 0.5.12 on"),
         ("tgi", "1.0", LLAMA, "unknown engine"),

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from prefect.cli.deploy._models import DeploymentConfig
 
+from tasks.partition_runs import DEPLOYMENT
+
 pytestmark = pytest.mark.unit
 
 FILE = Path(__file__).resolve().parents[2] / "deployments.yaml"
@@ -35,7 +37,13 @@ def test_every_entrypoint_is_a_flow_named_as_its_file(deployments: list[dict[str
 
 def test_the_pipeline_calls_deployments_that_exist(deployments: list[dict[str, Any]]) -> None:
     names = {f"{d['entrypoint'].partition(':')[2]}/{d['name']}" for d in deployments}
-    assert names == {"extract/blackwell", "validate/cpu", "train/blackwell", "benchmark/blackwell", "pipeline/cpu"}
+    extraction = {"extract/blackwell", "extract/cpu", DEPLOYMENT}
+    assert names == extraction | {"validate/cpu", "train/blackwell", "benchmark/blackwell", "pipeline/cpu"}
+
+
+def test_a_split_extraction_takes_no_place_of_its_partitions(deployments: list[dict[str, Any]]) -> None:
+    pools = {f"{d['entrypoint'].partition(':')[2]}/{d['name']}": d["work_pool"]["name"] for d in deployments}
+    assert (pools["extract/cpu"], pools[DEPLOYMENT]) == ("cpu", "blackwell")
 
 
 def test_retraining_is_scheduled_but_off(deployments: list[dict[str, Any]]) -> None:

@@ -5,8 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-pytestmark = [pytest.mark.unit, pytest.mark.slow]
+from eagle3.capture import CapturePoint, CaptureSpec
+from eagle3.dump.writer import CapturedSample, DumpWriter
+
+pytestmark = pytest.mark.unit
 
 WRITE = """
 import resource, sys
@@ -34,6 +40,7 @@ print(sum(stored) // 2**20, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss 
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_shard_for_a_dump_ten_times_as_large(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WRITE, str(tmp_path), "500", "32"], check=True, capture_output=True, text=True
@@ -41,3 +48,18 @@ def test_memory_is_that_of_a_shard_for_a_dump_ten_times_as_large(tmp_path: Path)
     written, grown = map(int, done.stdout.split())
     assert written >= 960
     assert grown <= 96  # MiB: a shard of 32, samples on their way, what torch loads late
+
+
+def test_a_staged_file_does_not_stay_mapped_while_its_shard_is_packed(tmp_path: Path) -> None:
+    """All of it would: a shard in memory, and the rows of the tap beside it once more."""
+    spec = CaptureSpec(aux=(CapturePoint("layers.1"),))
+    staged = tmp_path / "staged.safetensors"
+    save_file({"aux": torch.ones(64, 1024), "final": torch.ones(64, 1024), "ids": torch.arange(64)}, staged)
+    writer = DumpWriter(tmp_path / "dump", spec, hidden_size=1024)
+    with safe_open(staged, framework="pt") as file:
+        states = dict(zip(spec.points, (file.get_tensor("aux"), file.get_tensor("final")), strict=True))
+        sample = CapturedSample("a", file.get_tensor("ids"), 1, 60, 5, "length", states)
+    assert str(staged) in Path("/proc/self/maps").read_text()
+    writer.add(sample)
+    del states, sample
+    assert str(staged) not in Path("/proc/self/maps").read_text()

@@ -174,6 +174,7 @@ def test_the_page_shows_both_sides_and_cannot_be_broken_by_names(captured: Captu
     assert "<b>" not in page
     assert "\n# x" not in page
     assert any(line.startswith("| `layers.3` | median norm | ") for line in page.splitlines())
+    assert {line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("|")} == {6}
     assert all(len(row) == 5 for row in found.rows())
     assert Comparison.model_validate_json(found.model_dump_json()) == found
 

@@ -25,7 +25,7 @@ from eagle3.evidence.plots import evidence_figure, evidence_png
 from eagle3.evidence.report import EvidenceReport, OffsetAgreement
 from eagle3.evidence.validate import validate_dump
 from tests.dumps import SPEC, Capture, capture, reference_of, write_dump
-from tests.planting import Scene, embed_called_layer, roll, shift_points
+from tests.planting import Scene, answers_empty, embed_called_layer, roll, shift_points
 
 pytestmark = pytest.mark.unit
 
@@ -145,6 +145,21 @@ def test_late_rows_show_in_the_bars_and_in_the_slots(planted: Planted) -> None:
     assert to_hex(tallest.get_facecolor()) == RED
     assert words(panel(figure, "heat map"), "layers.3") == "✗ REALLY layers.3, 1 row late"
     assert arrows(panel(figure, "norm profile")) == set()
+    headline = "layers.1 is really layers.1, 1 row late · layers.3 is really layers.3, 1 row late"
+    assert f"{headline} · and 2 more" in text_of(figure)  # whole names, and how many there is no room for
+
+
+def test_slots_of_which_most_rows_are_zero_are_right_in_the_others(planted: Planted) -> None:
+    figure = evidence_figure(planted(answers_empty))
+    assert "most rows zero" in text_of(figure)
+    assert "layers.1 is layers.1 in only " in text_of(figure)
+    assert "no tensor of the target" not in text_of(figure)
+    heat_map = words(panel(figure, "heat map"), "layers.3")
+    assert heat_map.startswith("✗ is layers.3, but only ")
+    assert heat_map.endswith("of its rows fit")
+    low, high = panel(figure, "norm profile").get_ylim()
+    assert low > 1e-3  # zeros do not stretch the axis of the target's norms
+    assert high < 1e4
 
 
 def test_sampled_answers_are_drawn_by_their_cost(clean: EvidenceReport) -> None:

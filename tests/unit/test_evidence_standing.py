@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from eagle3.contract import ContractError, DrafterContract
 from eagle3.digests import sha256_json
@@ -21,6 +22,7 @@ from eagle3.evidence.standing import contract_standing, standing, thresholds
 from eagle3.refs import DumpRef
 from infra.settings import Settings
 from infra.store import open_store
+from tasks.standing import tell_standing
 from tasks.training import NoReport, require_report
 from tasks.validation import report_key
 from tests.drafters import make_contract, make_drafter, make_vocab
@@ -177,4 +179,19 @@ def test_training_refuses_a_stale_report_and_says_what_to_do(tmp_path: Path) -> 
     old = report_of(check_set_version=1)
     open_store(settings.store, settings).put_bytes(report_key(DUMP.sha256), old.model_dump_json().encode())
     with pytest.raises(NoReport, match=r"stale evidence report.*made by check set 1.*validate the dump again"):
+        require_report(DUMP, settings)
+
+
+@pytest.mark.parametrize("check_set", range(1, CHECK_SET_VERSION))
+def test_a_drafter_on_an_older_check_set_is_told_of_and_not_refused(check_set: int, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, store=(tmp_path / "store").as_uri())
+    old = report_of(check_set_version=check_set)
+    open_store(settings.store, settings).put_bytes(report_key(DUMP.sha256), old.model_dump_json().encode())
+    contract = contract_of(dump_sha256=DUMP.sha256, report_sha256=old.digest(), report_check_set=check_set)
+    with disable_run_logger():
+        found = tell_standing(contract, settings)
+    assert not found.current
+    told = f"made by check set {check_set}, this software has {CHECK_SET_VERSION}: validate the dump again"
+    assert told in found.reason
+    with pytest.raises(NoReport, match=f"made by check set {check_set}, .*validate the dump again"):
         require_report(DUMP, settings)

@@ -12,7 +12,8 @@ HEAVY = ("torch", "transformers", "mlflow", "matplotlib", "safetensors", "boto3"
 
 def test_flow_modules_import_nothing_heavy() -> None:
     code = (
-        "import sys, flows.extract, flows.validate, flows.train, flows.benchmark, flows.pipeline; "
+        "import sys, flows.extract, flows.validate, flows.train, flows.benchmark, flows.pipeline, "
+        "flows.extract_partition; "
         f"print([m for m in {HEAVY!r} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

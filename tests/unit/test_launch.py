@@ -230,3 +230,12 @@ def test_each_tensor_parallel_process_gets_cores_of_its_own(monkeypatch: pytest.
     assert made.env["SGLANG_CPU_OMP_THREADS_BIND"] == f"{cores[0]}|{cores[1]}"
     with pytest.raises(LaunchError, match=f"may use {len(cores)}"):
         plan(tensor_parallel=2, threads=len(cores))
+
+
+def test_each_replica_gets_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [3, 5, 7, 9]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    made = plan(data_parallel=2, tensor_parallel=2)
+    assert (flag(made, "--tp-size"), flag(made, "--dp-size")) == (["2"], ["2"])
+    assert made.env["SGLANG_CPU_OMP_THREADS_BIND"] == "3|5|7|9"
+    assert "--dp-size" not in plan().command

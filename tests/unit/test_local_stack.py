@@ -274,6 +274,19 @@ class TestState:
         named = settings.model_copy(update={"store": "s3://mine"})
         assert stack.connect(named).store == "s3://mine"
 
+    def test_the_gpu_pool_has_as_many_workers_as_up_was_told(self, settings: Settings, tmp_path: Path) -> None:
+        told = settings.model_copy(update={"gpu_workers": 3})
+        record = self.RECORD.model_copy(update={"told": told_to_up(told, self.RECORD)})
+        settings.root.mkdir()
+        write_record(settings.root, record)
+        names = {part.name for part in stack.status(settings) if part.name.startswith("worker-")}
+        assert names == {"worker-blackwell", "worker-blackwell-2", "worker-blackwell-3", "worker-cpu"}
+        state = make_state(told, record, tmp_path)
+        one_at_a_time = {part.name: "--limit 1" in " ".join(part.command) for part in stack_parts.workers(told, state)}
+        assert one_at_a_time == {name: "blackwell" in name for name in names}
+        (alone,) = [part for part in stack_parts.workers(settings, state) if part.name == "worker-blackwell"]
+        assert "--limit" not in alone.command  # the pool's limit counts, which a user may change
+
     def test_the_stacks_own_servers_are_not_remembered_as_other_places(self, settings: Settings) -> None:
         own = {"s3_endpoint": "http://127.0.0.1:21002", "mlflow_tracking_uri": "http://127.0.0.1:21001"}
         assert told_to_up(settings.model_copy(update=own), self.RECORD) == {}

@@ -187,6 +187,8 @@ def test_a_server_with_all_settings_right_has_no_capture_problem() -> None:
     [
         ({"disable_radix_cache": False}, "--disable-radix-cache"),
         ({"pp_size": 2}, "Pipeline parallel size is 2"),
+        ({"enable_layernorm_sp": True}, "scattered over ranks"),
+        ({"attn_cp_size": 2}, "scattered over ranks"),
         ({"enable_return_aux_hidden_states": False}, "Capture is off"),
         ({"aux_hidden_state_capture": "dflash"}, "expected 'eagle3'"),
         (

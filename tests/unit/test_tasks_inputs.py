@@ -2,19 +2,24 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from eagle3.capture import CaptureError, CapturePoint, CaptureSpec
 from eagle3.conversations import GivenSettings
 from eagle3.digests import sha256_file
+from eagle3.errors import Eagle3Error
 from eagle3.prompts import GivenAnswers, PromptError, TokenizedPrompt
 from eagle3.target import Target
 from infra.settings import Settings
 from infra.sglang.info import ServerInfo
 from infra.sglang.launch import ServerConfig, launch_plan
 from infra.store import StoreError, open_store
+from tasks.input_checks import check_inputs
 from tasks.inputs import (
     NoRoom,
     PromptFile,
@@ -60,6 +65,36 @@ def test_a_held_out_prompt_that_does_not_fit_is_refused_before_the_extraction(ti
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(PromptError, match="prompt long has"):
         prompt_parts(PromptParams(file=str(file), num_heldout=1), AnswerParams(), Target.open(tiny_llama))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"serving": {"device": "cpu", "max_total_tokens": 30}}, "enlarge the KV cache"),
+        ({"mismatch": {"points": ["embed", "layers.1", "layers.8"]}}, r"mismatch\.points: .* no layers\.8"),
+        ({"drafter": {"head_dim": 9}}, "head_dim 9 is odd"),
+        ({"also": ["not/here.jsonl"]}, "no prompts file"),
+    ],
+    ids=["nothing", "cache", "mismatch", "drafter", "also"],
+)
+def test_the_start_of_a_pipeline_and_its_plan_refuse_the_same(
+    tiny_llama: Path, tmp_path: Path, changed: dict[str, Any], message: str | None
+) -> None:
+    values = {
+        "target": {"path": str(tiny_llama)},
+        "prompts": {"file": str(write_prompts(tmp_path / "p" / "prompts.jsonl", 12)), "num_heldout": 4},
+        "capture": {"aux": AUX},
+        "answers": {"max_new_tokens": 20},
+        "serving": {"device": "cpu"},
+        "mismatch": None,
+    }
+    params = PipelineParams.model_validate(values | changed)
+    settings = Settings(home=tmp_path / "home", store=(tmp_path / "store").as_uri())
+    with disable_run_logger():
+        for start in (check_inputs.fn, plan_pipeline):
+            with pytest.raises(Eagle3Error, match=message) if message else nullcontext():
+                start(params, settings)
 
 
 def test_later_turns_are_counted_for_each_part(tiny_llama: Path, tmp_path: Path) -> None:
@@ -143,7 +178,7 @@ def test_a_given_conversation_is_read_once_but_for_its_last_token() -> None:
     prompts = [given(3, 10), given(1, 2)]
     assert most_bytes(prompts, 1000, 4) == (12 + 2) * (4 + 9)
     check_lengths(server(13), prompts, 1000)
-    with pytest.raises(PromptError, match="conversation talk has 12 tokens, but this server takes prompts under 12"):
+    with pytest.raises(PromptError, match="conversation talk has 12 tokens, but the server takes prompts under 12"):
         check_lengths(server(12), prompts, 2)
 
 
@@ -172,7 +207,7 @@ def test_a_prompt_that_the_servers_cache_cannot_hold_is_refused_before_it_is_sen
     prompts = [TokenizedPrompt("short", (1, 2)), TokenizedPrompt("long", tuple(range(60)))]
     check_lengths(server(None), prompts, 1000)
     check_lengths(server(96), prompts, 40)
-    with pytest.raises(PromptError, match=r"prompt long has 60 tokens .* up to 41, but this server takes .* under 96"):
+    with pytest.raises(PromptError, match=r"prompt long has 60 tokens .* up to 41, but the server takes .* under 96"):
         check_lengths(server(96), prompts, 41)
     with pytest.raises(PromptError, match="prompt long"):
         check_lengths(server(60), prompts, 2)

@@ -30,3 +30,13 @@ def test_a_plan_tells_how_long_is_trained(tmp_path: Path) -> None:
     seconds = training.model_copy(update={"budget": 90.0, "budget_unit": "cpu_seconds"})
     text = shown(params.model_copy(update={"training": seconds}), tmp_path)
     assert f"training     90 CPU-seconds, {training.batch_size} samples a step" in text
+
+
+def test_partitions_take_a_part_of_the_time_and_all_of_the_gpu_hours(tmp_path: Path) -> None:
+    params = PipelineParams.load(CONFIGS / "kimi-k2.5.yaml")
+    settings = Settings(home=tmp_path, sglang_device="cuda")
+    one, four = (plan_pipeline(params.model_copy(update={"partitions": count}), settings).estimate for count in (1, 4))
+    assert four.seconds == pytest.approx(one.seconds / 4)
+    assert (four.num_gpus, four.bytes, four.rows) == (4 * one.num_gpus, one.bytes, one.rows)
+    assert four.gpu_hours == pytest.approx(one.gpu_hours)
+    assert "4 partitions run at once, each with a worker, a server and an upload of its own" in four.assumptions

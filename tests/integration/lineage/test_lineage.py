@@ -160,6 +160,17 @@ def test_parallel_recordings_do_not_mix(server: str, client: MlflowClient, tmp_p
         assert run.info.status == "FINISHED"
 
 
+def test_an_extraction_in_partitions_is_one_run_that_names_every_part(
+    lineage: Lineage, client: MlflowClient, graph: Graph
+) -> None:
+    parts = [f"16 samples on host-{n}: {PREFECT.format('part')}/{'x' * 80}" for n in range(128)]  # more than one batch
+    run_id = lineage.record_extraction(graph.ref, graph.manifest, prefect_url=None, metrics={}, partitions=parts)
+    assert client.get_run(run_id).data.params["partitions.count"] == "128"
+    long = json.loads(Path(client.download_artifacts(run_id, "long_values.json")).read_text())
+    assert json.loads(long["partitions"]) == parts
+    assert graph.extraction(lineage) == run_id  # the same dump: no second record
+
+
 def test_a_copy_of_a_dump_elsewhere_keeps_its_own_uri(lineage: Lineage, client: MlflowClient, graph: Graph) -> None:
     copy = graph.ref.model_copy(update={"uri": "s3://elsewhere/copy"})
     first = graph.extraction(lineage)
