@@ -149,7 +149,9 @@ def _estimate(params: ExtractParams, prompts: PromptTokens, per_token: int, sett
 
 
 def _passes(training: TrainingConfig, num_samples: int) -> float | None:
-    return training.budget * training.batch_size / num_samples if training.budget_unit == "steps" else None
+    if training.budget_unit != "steps":
+        return None
+    return training.budget * training.batch_size * training.gradient_accumulation / num_samples
 
 
 def _shape(params: PipelineParams, settings: Settings) -> "tuple[TargetShape, str, Path, Target | None]":
