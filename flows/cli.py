@@ -10,6 +10,7 @@ import typer
 
 from eagle3.errors import Eagle3Error
 from flows import cli_dump_store, cli_layers, cli_plan, cli_probe
+from flows.cli_checkpoint import checkpoint_app
 from flows.cli_dump import dump_app
 from flows.console import DOES, AsJson, Config, Prompts, err, help_end, out, print_json, telling
 from infra.quiet import quiet_libraries
@@ -221,6 +222,7 @@ app.command("layers", epilog=cli_layers.EPILOG)(cli_layers.layers)
 app.command("probe", epilog=cli_probe.EPILOG)(cli_probe.probe)
 cli_dump_store.add_to(dump_app)
 app.add_typer(dump_app, name="dump")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 if __name__ == "__main__":
     main()

@@ -99,9 +99,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     for number, room in enumerate(plan.rooms):
         console.print(f"{'' if number else 'room':<13}{room.sentence()}", markup=False, soft_wrap=True)
     training = plan.training
+    samples = training.batch_size * training.gradient_accumulation
     passes = "" if plan.passes is None else f", about {plan.passes:.1f} passes over the samples"
     console.print(
-        f"training     {training.budget:g} {_UNITS[training.budget_unit]}{passes}, {training.batch_size} samples a "
+        f"training     {training.budget:g} {_UNITS[training.budget_unit]}{passes}, {samples} samples a "
         f"step, learning rate {training.learning_rate:g}",
         markup=False,
     )

@@ -11,7 +11,8 @@ MANY_PASSES = 20
 def passes_over(params: PipelineParams, num_samples: int) -> float | None:
     """How often the training sees each sample; None where its budget is a time."""
     training = params.training
-    return training.budget * training.batch_size / num_samples if training.budget_unit == "steps" else None
+    seen = training.budget * training.batch_size * training.gradient_accumulation
+    return seen / num_samples if training.budget_unit == "steps" else None
 
 
 def data_advice(params: PipelineParams, num_samples: int, most_answer_tokens: int) -> tuple[str, ...]:

@@ -226,13 +226,29 @@ class DrafterParams(_Params):
     model_config = ConfigDict(frozen=True, extra="forbid", title="Drafter")
 
     draft_vocab_size: int = Field(4096, ge=16, title="Draft vocabulary", description="Tokens it can propose")
+    attention: Literal["llama", "latent"] = Field(
+        "llama", title="Attention", description="latent: DeepSeek's own (MLA), for DeepSeek and Kimi targets"
+    )
     intermediate_size: int | None = Field(None, ge=8, title="MLP width", description="Unset: the target's")
     num_kv_heads: int | None = Field(None, ge=1, title="Key/value heads", description="Unset: the target's")
     head_dim: int | None = Field(None, ge=8, title="Head size", description="Unset: the target's")
 
     def overrides(self) -> dict[str, int]:
         """What differs from the target's own geometry."""
-        return self.model_dump(exclude_none=True, exclude={"draft_vocab_size"})
+        return self.model_dump(exclude_none=True, exclude={"draft_vocab_size", "attention"})
+
+
+class ParentParams(_Params):
+    """The drafter that a training starts from: ours, or a public one with what its file does not say."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Parent drafter")
+
+    drafter: str = Field(min_length=1, title="Drafter", description="A folder, or the s3:// prefix of one of ours")
+    engine: str | None = Field(None, title="Engine", description="Of a public one: whose layer ids it names")
+    engine_version: str | None = Field(None, title="Its version", description="Of a public one")
+    accept_default_layers: bool = Field(
+        False, title="Accept the default layers", description="It names no ids: take that engine's default list"
+    )
 
 
 class TrainParams(_Params):
@@ -244,6 +260,9 @@ class TrainParams(_Params):
     dump: DumpRef
     target: TargetParams = TargetParams()
     drafter: DrafterParams = DrafterParams()
+    parent: ParentParams | None = Field(
+        None, title="Parent drafter", description="Start from its weights, shape and draft vocabulary"
+    )
     training: TrainingConfig = TrainingConfig()
     heldout_samples: int = Field(
         8, ge=0, title="Samples of the simulation", description="Taken out of the dump; at most a fifth of it"
@@ -305,6 +324,9 @@ class PipelineParams(_OfATarget):
     serving: ServingParams = ServingParams()
     partitions: Partitions = 1
     drafter: DrafterParams = DrafterParams()
+    parent: ParentParams | None = Field(
+        None, title="Parent drafter", description="Start from its weights, shape and draft vocabulary"
+    )
     training: TrainingConfig = TrainingConfig()
     spec: SpecSettings = SpecSettings.chain(3)
     mismatch: MismatchParams | None = MismatchParams()
@@ -361,7 +383,7 @@ class PipelineParams(_OfATarget):
         return ValidateParams(dump=dump, target=self.target)
 
     def train(self, dump: DumpRef) -> TrainParams:
-        shared = {"name", "target", "drafter", "training"}
+        shared = {"name", "target", "drafter", "parent", "training"}
         return TrainParams(dump=dump, threads=self.serving.threads, **{field: getattr(self, field) for field in shared})
 
     def benchmark(self, checkpoint: CheckpointRef, model_id: str) -> BenchmarkParams:

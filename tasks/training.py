@@ -1,6 +1,7 @@
 """Training: a dump whose report passed -> a checkpoint with its contract in the store."""
 
 import os
+import shutil
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +12,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from eagle3.conventions import ids_of
+from eagle3.digests import sha256_json
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
 from infra.settings import Settings
 from infra.store import MissingObject
 from tasks.artifacts import drafter_folder, keep, publish_checkpoint
+from tasks.drafters import open_parent
 from tasks.params import TrainParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
@@ -28,8 +31,12 @@ if TYPE_CHECKING:
     from eagle3.dump.manifest import Manifest
     from eagle3.evidence.report import EvidenceReport
     from eagle3.target import Target
-    from eagle3.training.loop import StepRecord
+    from eagle3.training.run import Progress
+    from eagle3.training.trainer import StepRecord
     from infra.lineage import TrainingRecord
+
+
+ADVISABLE_SAMPLES = 5000
 
 
 class NoReport(Eagle3Error):
@@ -52,6 +59,7 @@ class Trained:
     steps: int
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
+    parent_weights_sha256: str | None = None
 
 
 def require_report(dump: DumpRef, settings: Settings) -> "EvidenceReport":
@@ -82,11 +90,12 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     """Train, save, upload."""
     import torch
 
-    from eagle3.drafter.checkpoint import contract_for, save_checkpoint
-    from eagle3.drafter.config import DrafterConfig
+    from eagle3.drafter.checkpoint import checkpoint_tensors, contract_for, save_checkpoint, weights_digest
+    from eagle3.drafter.config import DrafterConfig, MlaDrafterConfig
     from eagle3.drafter.vocab import VocabMap, count_tokens
     from eagle3.training.dump_samples import split
-    from eagle3.training.loop import Progress, train
+    from eagle3.training.loop import train
+    from eagle3.training.run import Progress
     from eagle3.training.samples import TargetParts
 
     torch.set_num_threads(params.threads)
@@ -109,27 +118,38 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
             "the dump's answers were given: the simulated acceptance says how well the drafter follows that text, not "
             "what the target would accept; the benchmark does"
         )
-    vocab = VocabMap.most_frequent(
-        count_tokens(samples.tokens(), target.vocab_size),
-        min(params.drafter.draft_vocab_size, target.vocab_size),
-        fill_from=count_tokens(((ids, ~mask) for ids, mask in samples.tokens()), target.vocab_size),
-    )
-    config = DrafterConfig.like_target(
-        target, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()
-    )
+    counts = count_tokens(samples.tokens(), target.vocab_size)
+    config: DrafterConfig
+    if params.parent:
+        parent = open_parent(params.parent, manifest.spec.aux, target, settings)
+        for remark in parent.notes:
+            get_run_logger().warning(f"the parent drafter: {remark}")
+        vocab, config, first = parent.vocab, parent.drafter.config, checkpoint_tensors(parent.drafter, parent.vocab)
+    else:
+        vocab = VocabMap.most_frequent(
+            counts,
+            min(params.drafter.draft_vocab_size, target.vocab_size),
+            fill_from=count_tokens(((ids, ~mask) for ids, mask in samples.tokens()), target.vocab_size),
+        )
+        config = (MlaDrafterConfig if params.drafter.attention == "latent" else DrafterConfig).like_target(
+            target, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()
+        )
+        first = None
+    if note := few_samples(len(samples), int(counts.sum())):
+        get_run_logger().warning(note)
+    states = settings.root / "training" / sha256_json(params.model_dump(mode="json"))[:32]  # the same flow run again
     with StageProgress("train", "percent") as progress:
         progress.begin("preparing", total=100)
 
         def show(now: Progress) -> None:
             at = {"prepare": 0.0, "train": 5.0, "evaluate": 95.0}[now.stage]
             width = {"prepare": 5.0, "train": 90.0, "evaluate": 5.0}[now.stage]
-            loss = f"step {now.step}, loss {now.loss:.3f}" if now.loss is not None else now.stage
-            progress.at(at + width * now.fraction, loss, now.seconds_left if now.stage == "train" else None)
+            progress.at(at + width * now.fraction, said(now), now.seconds_left if now.stage == "train" else None)
 
         result = train(
             samples,
             heldout,
-            TargetParts.of(target),
+            TargetParts.of(target, latent=isinstance(config, MlaDrafterConfig)),
             config,
             vocab,
             params.training,
@@ -138,6 +158,8 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
             device="cuda" if torch.cuda.is_available() else "cpu",
             order=samples.drawn_by(params.training.seed),
             read_ahead=data.read_ahead,
+            states=states,
+            parent=first,
         )
     contract = contract_for(
         result.drafter,
@@ -152,8 +174,11 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     )
     folder = keep(
         drafter_folder(contract.digest(), settings),
-        lambda path: save_checkpoint(path, result.drafter, vocab, contract, engine_ids),
+        lambda path: save_checkpoint(
+            path, result.drafter, vocab, contract, engine_ids, coverage=vocab.coverage(counts)
+        ),
     )
+    shutil.rmtree(states, ignore_errors=True)
     uri = f"{settings.store}/drafters/{params.name}/{datetime.now(UTC):%Y%m%d-%H%M%S}-{contract.digest()[:8]}"
     coverage = vocab.coverage(count_tokens(heldout.tokens(), target.vocab_size))
     return Trained(
@@ -163,8 +188,11 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
         folder=folder,
         simulated_length=result.acceptance.length if result.acceptance else None,
         steps=int(result.metrics["steps"]),
-        metrics=result.metrics | ({"heldout_vocab_coverage": coverage} if heldout else {}),
+        metrics=result.metrics
+        | {"vocab_coverage": vocab.coverage(counts)}
+        | ({"heldout_vocab_coverage": coverage} if heldout else {}),
         history=[_figures(record) for record in result.history],
+        parent_weights_sha256=weights_digest(first) if first else None,
     )
 
 
@@ -192,13 +220,39 @@ def slow_reading(dump_bytes: int, memory: int) -> str | None:
     )
 
 
+def few_samples(samples: int, tokens: int) -> str | None:
+    """What to say of a dump that is smaller than advisable; None of one that is not."""
+    if samples >= ADVISABLE_SAMPLES:
+        return None
+    return (
+        f"the dump has {samples} samples with {tokens} answer tokens to learn, fewer than {ADVISABLE_SAMPLES}, which "
+        "were reported as too few for general text (speculators issue 751). Expect acceptance on text of this "
+        "kind only; extract more prompts for a drafter of general use"
+    )
+
+
+def said(now: "Progress") -> str:
+    """A line of progress: the step, its loss, the pace, the acceptance where it was simulated."""
+    if now.loss is None:
+        return now.stage
+    parts = [f"step {now.step}, loss {now.loss:.3f}"]
+    if now.rows_per_second:
+        parts.append(f"{now.rows_per_second:.0f} tokens/s")
+    if now.heldout_length is not None:
+        parts.append(f"held-out length {now.heldout_length:.2f}")
+    return ", ".join(parts)
+
+
 def _figures(record: "StepRecord") -> dict[str, float]:
     figures: dict[str, float] = {
         "step": record.step,
         "loss": record.loss,
         "learning_rate": record.learning_rate,
         "gradient_norm": record.gradient_norm,
+        "rows_per_second": record.rows_per_second,
     }
+    if record.heldout_length is not None:
+        figures["heldout_acceptance_length"] = record.heldout_length
     for k, step in enumerate(record.steps, start=1):
         figures |= {f"loss_step{k}": step.loss, f"top1_step{k}": step.top1, f"acceptance_step{k}": step.acceptance}
     return figures
@@ -216,7 +270,12 @@ def record_training(params: TrainParams, trained: Trained, settings: Settings) -
         trained.contract,
         trained.ref,
         trained.folder,
-        params={**params.training.model_dump(mode="json"), **params.drafter.model_dump(mode="json")},
+        params={
+            **params.training.model_dump(mode="json"),
+            **params.drafter.model_dump(mode="json"),
+            "parent": params.parent.drafter if params.parent else None,
+            "parent_weights_sha256": trained.parent_weights_sha256,
+        },
         history=trained.history,
         metrics=trained.metrics,
         prefect_url=prefect_run_url(),

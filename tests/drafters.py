@@ -40,16 +40,20 @@ def make_config(**overrides: object) -> DrafterConfig:
 
 
 def make_drafter(seed: int = 0, norm: NormFlags | None = None, **overrides: object) -> Drafter:
-    """A drafter with random weights, norms included: a norm of ones would hide a norm left out."""
     torch.manual_seed(seed)
     drafter = Drafter(make_config(norm=norm or NormFlags(), **overrides))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
-            else:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+    draw_weights(drafter)
     return drafter
+
+
+@torch.no_grad()
+def draw_weights(drafter: Drafter) -> None:
+    """Random weights, norms included: a norm of ones would hide a norm left out."""
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=parameter.shape[1] ** -0.5)
+        else:
+            parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
 
 
 def make_vocab(seed: int = 0) -> VocabMap:

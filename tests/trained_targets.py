@@ -22,7 +22,7 @@ from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM, PreTrainedToke
 from eagle3.capture import CapturePoint, CaptureSpec
 from eagle3.conventions import ids_of
 from eagle3.drafter.checkpoint import contract_for, save_checkpoint
-from eagle3.drafter.config import DrafterConfig
+from eagle3.drafter.config import DrafterConfig, MlaDrafterConfig
 from eagle3.drafter.vocab import VocabMap, count_tokens
 from eagle3.refs import DumpRef
 from eagle3.target import Target
@@ -139,18 +139,25 @@ def greedy(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     return whole
 
 
-def train_drafter(target_folder: Path, points: Sequence[str], folder: Path, *, steps: int = 150) -> Path:
-    """Our own trainer on greedy answers of the target; a checkpoint with its contract, exported for SGLang 0.5.23."""
+def train_drafter(
+    target_folder: Path, points: Sequence[str], folder: Path, *, steps: int = 150, latent: bool = False
+) -> Path:
+    """Our own trainer on greedy answers of the target; a checkpoint with its contract, exported for SGLang 0.5.23.
+
+    `latent`: with the target's own latent attention instead of Llama's.
+    """
     target = Target.open(target_folder)
     model = target.load_model(torch.float32)
     aux = tuple(CapturePoint(point) for point in points)
     texts = greedy(model, corpus().prompts(_DRAFTER_SAMPLES, seed=1, heldout=False))
-    samples = [_sample(target, model, ids, aux) for ids in texts]
+    samples = [sample(target, model, ids, aux) for ids in texts]
     vocab = VocabMap.most_frequent(
         count_tokens(((s.input_ids, s.loss_mask) for s in samples), target.vocab_size), VOCAB // 2
     )
-    parts = TargetParts.of(target)
-    shape = DrafterConfig.like_target(target, num_slots=len(aux), draft_vocab_size=len(vocab))
+    parts = TargetParts.of(target, latent=latent)
+    shape = (MlaDrafterConfig if latent else DrafterConfig).like_target(
+        target, num_slots=len(aux), draft_vocab_size=len(vocab)
+    )
     recipe = TrainingConfig(budget=steps, budget_unit="steps", batch_size=8, learning_rate=5e-3, bf16=False)
     drafter = train(samples, [], parts, shape, vocab, recipe).drafter
     contract = contract_for(
@@ -173,7 +180,8 @@ def train_drafter(target_folder: Path, points: Sequence[str], folder: Path, *, s
     return folder
 
 
-def _sample(target: Target, model: Any, ids: list[int], aux: Sequence[CapturePoint]) -> TrainingSample:
+def sample(target: Target, model: Any, ids: list[int], aux: Sequence[CapturePoint]) -> TrainingSample:
+    """A prompt and its answer (from `greedy`), with the target's own states at these points."""
     states = target.hidden_states(model, ids[:-1])
     return TrainingSample(
         id=f"text-{hash(tuple(ids))}",

@@ -8,14 +8,13 @@ would have got, and walking from verification to verification gives the counts o
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.acceptance.definitions import AcceptanceFigure, RequestCounts, SpecSettings, summarise
 from eagle3.drafter.model import Drafter
+from eagle3.drafter.packing import Window, pack
 from eagle3.drafter.unroll import unroll
 from eagle3.drafter.vocab import VocabMap
-from eagle3.training.batch import Window, align
 from eagle3.training.samples import TrainingSample
 
 
@@ -48,8 +47,9 @@ def _simulate_batch(
     runs = [[(max(start - 1, 0), end) for start, end in _runs(sample.loss_mask)] for sample in samples]
     windows: list[Window | None] = []
     for sample, sample_runs in zip(samples, runs, strict=True):
-        first, end = (sample_runs[0][0], sample.num_rows - num_steps) if sample_runs else (0, 0)
-        windows.append(Window(sample.input_ids, sample.aux, first, end) if end > first else None)
+        first = sample_runs[0][0] if sample_runs else sample.num_rows
+        enough = first < sample.num_rows - num_steps
+        windows.append(Window(sample.input_ids, sample.aux, first, sample.num_rows) if enough else None)
     present = [w for w in windows if w is not None]
     right = iter(_right_drafts(drafter, vocab, embedding, present, num_steps) if present else [])
     return [
@@ -60,25 +60,18 @@ def _simulate_batch(
 
 def _right_drafts(
     drafter: Drafter, vocab: VocabMap, embedding: Tensor, windows: Sequence[Window], num_steps: int
-) -> Tensor:
-    """How many drafts of the chain from each row are right, before the first wrong one -> int64 [B, R]."""
-    batch = align(windows, num_steps).to(embedding.device)
+) -> Sequence[Tensor]:
+    """How many drafts of the chain from each row are right, before the first wrong one -> per window int64 [R].
+
+    The last `num_steps` rows of a window guess past its end: their figures mean nothing.
+    """
+    batch = pack(windows, num_steps).to(embedding.device)
     target_ids = vocab.target_ids.to(embedding.device)
-    steps = unroll(
-        drafter,
-        F.embedding(batch.ids, embedding),
-        batch.aux,
-        batch.document,
-        batch.positions,
-        start=batch.start,
-        num_steps=num_steps,
-    )
     right = []
-    for k, hidden in enumerate(steps):
-        drafts = target_ids[drafter.logits(hidden).argmax(-1)]  # [B, R]
-        first = batch.start + 2 + k
-        right.append(drafts == batch.ids[:, first : first + batch.num_rows])
-    return torch.stack(right, dim=-1).cumprod(-1).sum(-1).cpu()
+    for k, hidden in enumerate(unroll(drafter, embedding, batch, num_steps)):
+        drafts = target_ids[drafter.logits(hidden).argmax(-1)[0]]  # [N]
+        right.append(drafts == batch.ids[1 + k : 1 + k + batch.num_rows])
+    return torch.stack(right, dim=-1).cumprod(-1).sum(-1).cpu().split([d.rows for d in batch.documents])
 
 
 def _walk(right: Tensor, runs: Sequence[tuple[int, int]], first_row: int, num_steps: int) -> RequestCounts:

@@ -1,49 +1,62 @@
-"""The drafter on disk: model.safetensors with SGLang's tensor names, config.json, contract.json.
+"""The drafter on disk, in the form of the engine that its layer ids are for: model.safetensors, config.json and
+contract.json.
 
-SGLang skips tensor names that it does not know and leaves missing ones unset, both silently. So this module names every
-missing, renamed, unexpected or wrongly shaped tensor, and nothing is loaded whose digest is not the contract's.
+Nothing is written that the contract does not describe, and nothing is loaded whose digest is not the contract's. The
+embedding is the target's: it is saved only where somebody asks for it.
 """
 
-import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3.capture import CaptureSpec
 from eagle3.contract import CONTRACT_NAME, ContractError, DrafterContract
 from eagle3.conventions import EngineIds, points_of
-from eagle3.digests import canonical_json, merkle, sha256_bytes
-from eagle3.drafter.config import ARCHITECTURE, DrafterConfig
+from eagle3.drafter.config import DrafterConfig, DrafterConfigError
+from eagle3.drafter.forms import CONTRACT_KEY, Exported, engine_config, read_exported
 from eagle3.drafter.model import Drafter
+from eagle3.drafter.tensors import (
+    EMBEDDING,
+    MAPS,
+    CheckpointError,
+    CheckpointUnreadable,
+    check_header,
+    checkpoint_tensors,
+    disk_names,
+    load_drafter,
+    parse_object,
+    read_header,
+    read_limited,
+    read_tensors,
+    weights_digest,
+)
 from eagle3.drafter.vocab import VocabMap
 from eagle3.dump.manifest import TargetIdentity, TokenizerIdentity
-from eagle3.errors import Eagle3Error
 from eagle3.refs import DumpRef
+
+__all__ = [
+    "CONFIG_NAME",
+    "WEIGHTS_NAME",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointUnreadable",
+    "checkpoint_tensors",
+    "contract_for",
+    "load_checkpoint",
+    "save_checkpoint",
+    "weights_digest",
+    "write_checkpoint",
+]
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
-MAX_JSON_BYTES = 2**20  # config.json, contract.json and the header of model.safetensors: a few kB in truth
-
-_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
-
-
-class CheckpointError(Eagle3Error, ValueError):
-    """A checkpoint that is incomplete, damaged or inconsistent; the message names each tensor that is wrong."""
+_CURE = "SGLang would load it without a word; export the checkpoint again"
 
 
 @dataclass(frozen=True)
@@ -54,20 +67,8 @@ class Checkpoint:
     vocab: VocabMap
     contract: DrafterContract
     engine_ids: EngineIds
-
-
-def checkpoint_tensors(drafter: Drafter, vocab: VocabMap) -> dict[str, Tensor]:
-    """The named tensors of model.safetensors: the parameters, `d2t` and `t2d`, on the CPU."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    return {**tensors, "d2t": vocab.d2t, "t2d": vocab.t2d}
-
-
-def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Identity of a drafter: Merkle root over (name, dtype, shape, sha256 of the bytes), in order of name.
-
-    It depends on neither the file's layout nor its metadata. Tensors must be on the CPU.
-    """
-    return merkle(_leaf(name, tensors[name]) for name in sorted(tensors))
+    coverage: float | None = None  # share of the training tokens that the draft vocabulary holds; None: not recorded
+    embedding: Tensor | None = None  # [V_target, H]; None where it was not saved, as usual
 
 
 def contract_for(
@@ -87,7 +88,7 @@ def contract_for(
     A contract without the check set and thresholds of its report counts as one that rests on a stale report.
     """
     return DrafterContract(
-        architecture=ARCHITECTURE,
+        architecture=drafter.config.architecture,
         capture=capture,
         target=target,
         tokenizer=tokenizer,
@@ -104,25 +105,77 @@ def contract_for(
 
 
 def save_checkpoint(
-    folder: Path, drafter: Drafter, vocab: VocabMap, contract: DrafterContract, engine_ids: EngineIds
+    folder: Path,
+    drafter: Drafter,
+    vocab: VocabMap,
+    contract: DrafterContract,
+    engine_ids: EngineIds,
+    *,
+    coverage: float | None = None,
+    embedding: Tensor | None = None,
+    verifier: str | None = None,
 ) -> None:
-    """Write a new checkpoint folder, whole or not at all (written beside it, then renamed).
+    """Write a new checkpoint folder, whole or not at all, in the form of the engine that `engine_ids` names.
 
-    Raises ContractError where the contract does not describe this drafter, this vocabulary or what these ids capture.
+    `coverage`: share of the tokens under the loss mask that the draft vocabulary holds. `embedding` [V_target, H]: the
+    target's, only for an engine that does not share it. `verifier`: the target's name or path in speculators' form;
+    unset, the contract's. Raises ContractError where the contract does not describe this drafter, this vocabulary or
+    what these ids capture; DrafterConfigError where the engine would not run it as it was trained.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already: a checkpoint is never overwritten; choose another folder")
     tensors = checkpoint_tensors(drafter, vocab)
     _check_contract(contract, drafter.config, vocab, engine_ids, weights_digest(tensors), where=str(folder))
-    dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
-    config = drafter.config.to_engine_config(engine_ids, contract_sha256=contract.digest(), dtype=dtype)
+    write_checkpoint(
+        folder,
+        drafter,
+        vocab,
+        engine_ids,
+        contract=contract,
+        coverage=coverage,
+        embedding=embedding,
+        verifier=verifier or contract.target.name,
+    )
+
+
+def write_checkpoint(
+    folder: Path,
+    drafter: Drafter,
+    vocab: VocabMap,
+    engine_ids: EngineIds,
+    *,
+    contract: DrafterContract | None = None,
+    coverage: float | None = None,
+    embedding: Tensor | None = None,
+    verifier: str | None = None,
+) -> None:
+    """`save_checkpoint` for a drafter of somebody else's: without a contract it only serves, nothing proves it."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already: a checkpoint is never overwritten; choose another folder")
+    config = drafter.config
+    if (len(vocab), vocab.target_vocab_size) != (config.draft_vocab_size, config.target_vocab_size):
+        raise CheckpointError(
+            f"{folder}: a vocabulary map of {len(vocab)} of {vocab.target_vocab_size} tokens for a drafter of "
+            f"{config.draft_vocab_size} of {config.target_vocab_size}"
+        )
+    document = engine_config(
+        config,
+        engine_ids,
+        dtype=str(drafter.fc.weight.dtype).removeprefix("torch."),
+        verifier=verifier,
+        contract_sha256=contract.digest() if contract else None,
+        coverage=coverage,
+    )
+    tensors = checkpoint_tensors(drafter, vocab)
+    on_disk = {name: tensors[key] for key, name in disk_names(config, engine_ids.engine).items()}
+    if embedding is not None:
+        on_disk[EMBEDDING] = _embedding(embedding, drafter)
 
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
     partial.mkdir(parents=True)
     try:
-        save_file(tensors, partial / WEIGHTS_NAME, metadata={"format": "pt"})
-        (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (partial / CONTRACT_NAME).write_bytes(contract.canonical())
+        save_file(on_disk, partial / WEIGHTS_NAME, metadata={"format": "pt"})
+        (partial / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        if contract:
+            (partial / CONTRACT_NAME).write_bytes(contract.canonical())
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -130,46 +183,50 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify a checkpoint: config, contract, every tensor's name, shape and type, vocabulary, digests.
+    """Read and verify a checkpoint of ours in any form: config, contract, every tensor's name, shape and type,
+    vocabulary, digests.
 
     Raises CheckpointError, DrafterConfigError, VocabMapError or ContractError. Weights keep their saved dtype.
     """
     config_path, contract_path, weights_path = (folder / n for n in (CONFIG_NAME, CONTRACT_NAME, WEIGHTS_NAME))
     raw = parse_object(read_limited(config_path), where=str(config_path))
-    config, engine_ids, contract_digest = DrafterConfig.from_engine_config(raw, where=str(config_path))
+    exported = read_exported(raw, where=str(config_path))
     contract = DrafterContract.parse(read_limited(contract_path), where=str(contract_path))
-    if contract.digest() != contract_digest:
-        raise ContractError(
-            f"{contract_path}: its digest is {contract.digest()}, config.json was exported with {contract_digest}. "
-            "One of the two files is not the one that was saved: fetch the checkpoint again"
-        )
+    _check_pair(exported, contract, config_path, contract_path)
 
-    _check_header(read_header(weights_path), config, where=str(weights_path))
-    try:
-        tensors = load_file(weights_path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{weights_path}: not a whole safetensors file ({error}): fetch it again") from None
-    vocab = VocabMap.from_tensors(tensors["d2t"], tensors["t2d"])
-    _check_contract(contract, config, vocab, engine_ids, weights_digest(tensors), where=str(folder))
-
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    drafter.load_state_dict({n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}, assign=True)
-    return Checkpoint(drafter, vocab, contract, engine_ids)
-
-
-def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this shape holds."""
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
-    return {**shapes, "d2t": (config.draft_vocab_size,), "t2d": (config.target_vocab_size,)}
-
-
-def _leaf(name: str, tensor: Tensor) -> str:
-    content = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
-    return sha256_bytes(
-        canonical_json([name, _DTYPES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), content])
+    config, engine_ids = exported.config, exported.engine_ids
+    names = disk_names(config, engine_ids.engine)
+    check_header(read_header(weights_path), config, where=str(weights_path), names=names, cure=_CURE)
+    found = read_tensors(weights_path)
+    tensors = {key: found[name] for key, name in names.items()}
+    vocab = (
+        VocabMap.from_tensors(tensors["d2t"], tensors["t2d"])
+        if MAPS[0] in names
+        else VocabMap.whole(config.target_vocab_size)
     )
+    tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    _check_contract(contract, config, vocab, engine_ids, weights_digest(tensors), where=str(folder))
+    return Checkpoint(
+        load_drafter(config, tensors), vocab, contract, engine_ids, exported.coverage, found.get(EMBEDDING)
+    )
+
+
+def _embedding(embedding: Tensor, drafter: Drafter) -> Tensor:
+    wanted = (drafter.config.target_vocab_size, drafter.config.hidden_size)
+    if tuple(embedding.shape) != wanted:
+        raise CheckpointError(f"an embedding of {list(embedding.shape)}, the drafter's target has {list(wanted)}")
+    return embedding.detach().cpu().to(drafter.fc.weight.dtype).contiguous()
+
+
+def _check_pair(exported: Exported, contract: DrafterContract, config_path: Path, contract_path: Path) -> None:
+    if exported.contract_sha256 is None:
+        raise DrafterConfigError(f"{config_path}: the key '{CONTRACT_KEY}' is missing; it is not a checkpoint of ours")
+    if contract.digest() != exported.contract_sha256:
+        raise ContractError(
+            f"{contract_path}: its digest is {contract.digest()}, config.json was exported with "
+            f"{exported.contract_sha256}. One of the two files is not the one that was saved: fetch the checkpoint "
+            "again"
+        )
 
 
 def _check_contract(
@@ -183,7 +240,7 @@ def _check_contract(
 ) -> None:
     captured = points_of(engine_ids, contract.target.num_layers)
     claims: list[tuple[str, Any, Any]] = [
-        ("architecture", contract.architecture, ARCHITECTURE),
+        ("architecture", contract.architecture, config.architecture),
         ("number of captured points", len(contract.capture.aux), config.num_slots),
         ("captured points", list(contract.capture.aux), list(captured)),
         ("target hidden size", contract.target.hidden_size, config.target_hidden_size),
@@ -197,79 +254,3 @@ def _check_contract(
         if claimed != found:
             hint = f" (that is what {engine_ids} captures)" if what == "captured points" else ""
             raise ContractError(f"{where}: the contract says {what} {claimed}, the checkpoint has {found}{hint}")
-
-
-def _check_header(header: dict[str, tuple[str, tuple[int, ...]]], config: DrafterConfig, *, where: str) -> None:
-    expected = expected_shapes(config)
-    missing = {name: shape for name, shape in expected.items() if name not in header}
-    unexpected = {name: shape for name, (_, shape) in header.items() if name not in expected}
-    problems = []
-    for name, shape in missing.items():
-        twins = [other for other, other_shape in unexpected.items() if other_shape == shape]
-        guess = f" (renamed? {', '.join(twins)} has its shape)" if twins else ""
-        problems.append(f"missing {name} {list(shape)}{guess}")
-    problems += [f"unexpected {name} {list(shape)}" for name, shape in unexpected.items()]
-    floats = {dtype for name, (dtype, _) in header.items() if name not in ("d2t", "t2d")}
-    for name in expected.keys() & header.keys():
-        dtype, shape = header[name]
-        if shape != expected[name]:
-            problems.append(f"{name} is {list(shape)}, config.json asks for {list(expected[name])}")
-        allowed = {"d2t": ("I64",), "t2d": ("BOOL",)}.get(name, ("F32", "BF16", "F16"))
-        if dtype not in allowed:
-            problems.append(f"{name} is of type {dtype}, expected {' or '.join(allowed)}")
-    if len(floats) > 1:
-        problems.append(f"weights of mixed types: {', '.join(sorted(floats))}")
-    if problems:
-        raise CheckpointError(
-            f"{where} does not hold the drafter that config.json describes: {'; '.join(sorted(problems))}. SGLang "
-            "would load it without a word; export the checkpoint again"
-        )
-
-
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (type, shape) of a safetensors file, read before any tensor is allocated."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 2 <= size <= MAX_JSON_BYTES:
-                raise CheckpointError(
-                    f"{path}: a safetensors header of {size} bytes is refused (limit {MAX_JSON_BYTES}): not a drafter"
-                )
-            header = parse_object(file.read(size), where=f"{path} (header)")
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    header.pop("__metadata__", None)
-    try:
-        return {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
-    except (TypeError, KeyError):
-        raise CheckpointError(f"{path}: its header is not that of a safetensors file") from None
-
-
-def parse_object(data: bytes, *, where: str) -> dict[str, Any]:
-    """A JSON object; CheckpointError for anything else."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: not a JSON object; the file is damaged or not of a checkpoint")
-    return value
-
-
-def read_limited(path: Path) -> bytes:
-    """A small file of a checkpoint; CheckpointError where it cannot be read or is larger than MAX_JSON_BYTES."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes is refused")
-    return data
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read ({error.strerror}). "
-        f"A checkpoint holds {WEIGHTS_NAME}, {CONFIG_NAME} and {CONTRACT_NAME}"
-    )

@@ -1,20 +1,19 @@
-"""The drafter's shape, and the config.json from which SGLang builds `LlamaForCausalLMEagle3`."""
+"""The drafter's shape: a Llama decoder layer, or DeepSeek's latent attention (MLA) in its place."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eagle3.contract import NormFlags
-from eagle3.conventions import EngineIds
+from eagle3.drafter.rope import RopeScaling
 from eagle3.errors import Eagle3Error, first_fault
 
 if TYPE_CHECKING:
     from eagle3.target.config import TargetConfig
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-CONTRACT_KEY = "eagle3_contract_sha256"
-ENGINE_IDS_KEY = "eagle3_engine_ids"
+MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 
 
 class DrafterConfigError(Eagle3Error, ValueError):
@@ -25,6 +24,7 @@ class DrafterConfig(BaseModel):
     """The shape of an EAGLE-3 Llama drafter. Upper limits keep a hostile config.json from asking for absurd tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    architecture: ClassVar[str] = ARCHITECTURE
 
     hidden_size: int = Field(gt=0, le=65536)
     target_hidden_size: int = Field(gt=0, le=65536)
@@ -34,6 +34,7 @@ class DrafterConfig(BaseModel):
     num_kv_heads: int = Field(gt=0, le=1024)
     head_dim: int = Field(gt=0, le=1024)
     rope_theta: float = Field(gt=0)
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = Field(gt=0, lt=1)
     draft_vocab_size: int = Field(gt=0, le=1 << 22)
     target_vocab_size: int = Field(gt=0, le=1 << 22)
@@ -63,6 +64,11 @@ class DrafterConfig(BaseModel):
             )
         return self
 
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that turn with the position."""
+        return self.head_dim
+
     @classmethod
     def like_target(cls, target: "TargetConfig", *, num_slots: int, draft_vocab_size: int, **overrides: Any) -> Self:
         """The usual drafter: one decoder layer of the target's own geometry.
@@ -84,110 +90,78 @@ class DrafterConfig(BaseModel):
             "num_slots": num_slots,
             "draft_vocab_size": draft_vocab_size,
         }
-        return cls._from_shape(shape | overrides, where="a drafter like the target")
-
-    def to_engine_config(self, engine_ids: EngineIds, *, contract_sha256: str, dtype: str) -> dict[str, Any]:
-        """The config.json that SGLang 0.5.23 loads (llama_eagle3.py, llama.py, spec_aux_hidden_state.py).
-
-        `dtype` is that of the saved tensors, e.g. "float32". SGLang reads the capture ids from the nested
-        `eagle_config` only; their convention stands beside them under our own key, which engines ignore.
-        """
-        if len(engine_ids.ids) != self.num_slots:
-            raise DrafterConfigError(
-                f"{len(engine_ids.ids)} layer ids ({engine_ids}) for a drafter of {self.num_slots} slots: fc would get "
-                f"{len(engine_ids.ids)} x {self.target_hidden_size} values instead of {self.num_slots} x"
-            )
-        if self.norm.norm_before_residual:
-            raise DrafterConfigError(
-                "norm_before_residual: SGLang's Llama drafter keeps the residual before hidden_norm and knows no flag "
-                "for it, so it would run another model than was trained"
-            )
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
-            "hidden_size": self.hidden_size,
-            "target_hidden_size": self.target_hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.rms_norm_eps,
-            "vocab_size": self.target_vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "max_position_embeddings": self.max_positions,
-            "tie_word_embeddings": False,  # True would make SGLang use the embedding as the head
-            "attention_bias": False,
-            "mlp_bias": False,
-            "fc_norm": self.norm.fc_norm,
-            "norm_output": self.norm.norm_output,
-            "dtype": dtype,
-            "torch_dtype": dtype,  # the older name of the same key
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(engine_ids.ids),
-                "use_aux_hidden_state": True,
-                "norm_before_fc": self.norm.norm_before_fc,
-            },
-            ENGINE_IDS_KEY: engine_ids.model_dump(mode="json"),
-            CONTRACT_KEY: contract_sha256,
-        }
+        return cls.from_shape(shape | overrides, where="a drafter like the target")
 
     @classmethod
-    def from_engine_config(cls, config: Mapping[str, Any], *, where: str) -> tuple[Self, EngineIds, str]:
-        """Read a config.json that `to_engine_config` wrote -> (shape, engine ids, contract digest).
-
-        `where` is named in errors. The ids that SGLang reads and the ids beside their convention must agree.
-        """
-        if config.get("architectures") != [ARCHITECTURE]:
-            raise DrafterConfigError(
-                f"{where}: architectures is {config.get('architectures')!r}, expected ['{ARCHITECTURE}']"
-            )
-        eagle = config.get("eagle_config")
-        if not isinstance(eagle, dict) or "eagle_aux_hidden_state_layer_ids" not in eagle:
-            raise DrafterConfigError(
-                f"{where}: no eagle_config.eagle_aux_hidden_state_layer_ids; SGLang would fall back to its default "
-                "layers silently. Export the checkpoint again"
-            )
-        try:
-            engine_ids = EngineIds.model_validate(config[ENGINE_IDS_KEY])
-            digest = config[CONTRACT_KEY]
-            shape = {
-                "hidden_size": config["hidden_size"],
-                "target_hidden_size": config["target_hidden_size"],
-                "num_slots": len(engine_ids.ids),
-                "intermediate_size": config["intermediate_size"],
-                "num_heads": config["num_attention_heads"],
-                "num_kv_heads": config["num_key_value_heads"],
-                "head_dim": config["head_dim"],
-                "rope_theta": config["rope_theta"],
-                "rms_norm_eps": config["rms_norm_eps"],
-                "draft_vocab_size": config["draft_vocab_size"],
-                "target_vocab_size": config["vocab_size"],
-                "max_positions": config["max_position_embeddings"],
-                "norm": {
-                    "norm_before_fc": eagle.get("norm_before_fc", False),
-                    "fc_norm": config.get("fc_norm", False),
-                    "norm_output": config.get("norm_output", False),
-                },
-            }
-            parsed = cls._from_shape(shape, where=where)
-        except KeyError as error:
-            raise DrafterConfigError(f"{where}: the key {error} is missing; it is not a checkpoint of ours") from None
-        except ValidationError as error:
-            raise DrafterConfigError(f"{where}: {ENGINE_IDS_KEY}: {first_fault(error)[1]}") from None
-        if eagle["eagle_aux_hidden_state_layer_ids"] != list(engine_ids.ids):
-            raise DrafterConfigError(
-                f"{where}: SGLang would capture {eagle['eagle_aux_hidden_state_layer_ids']}, but the checkpoint was "
-                f"exported for {engine_ids}. Somebody edited one of them: export the checkpoint again"
-            )
-        return parsed, engine_ids, digest
-
-    @classmethod
-    def _from_shape(cls, shape: Mapping[str, Any], *, where: str) -> Self:
+    def from_shape(cls, shape: Mapping[str, Any], *, where: str) -> Self:
+        """The shape with these fields; DrafterConfigError names the first that does not fit, after `where`."""
         try:
             return cls.model_validate(shape)
         except ValidationError as error:
             field, what = first_fault(error, "")
             raise DrafterConfigError(f"{where}: {field}: {what}" if field else f"{where}: {what}") from None
+
+
+class MlaDrafterConfig(DrafterConfig):
+    """The shape of an EAGLE-3 drafter with latent attention, for targets of DeepSeek's and Kimi's family.
+
+    Written out per head, as training computes it, every head has a key of its own: `num_kv_heads` is `num_heads` and
+    `head_dim` the width of a query, qk_nope_head_dim + qk_rope_head_dim. An engine's cache holds kv_lora_rank +
+    qk_rope_head_dim values a token, as the target's does.
+    """
+
+    architecture: ClassVar[str] = MLA_ARCHITECTURE
+
+    q_lora_rank: int = Field(gt=0, le=65536)
+    kv_lora_rank: int = Field(gt=0, le=65536)
+    qk_nope_head_dim: int = Field(gt=0, le=1024)
+    qk_rope_head_dim: int = Field(gt=0, le=1024)
+    v_head_dim: int = Field(gt=0, le=1024)
+
+    @model_validator(mode="after")
+    def _check_mla(self) -> Self:
+        if self.qk_rope_head_dim % 2:
+            raise DrafterConfigError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd: positions turn pairs of values")
+        if (self.num_kv_heads, self.head_dim) != (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim):
+            raise DrafterConfigError(
+                f"latent attention of {self.num_heads} heads with {self.num_kv_heads} key-value heads of width "
+                f"{self.head_dim}: written out it has {self.num_heads} of width "
+                f"{self.qk_nope_head_dim + self.qk_rope_head_dim}"
+            )
+        if self.v_head_dim > self.head_dim:
+            raise DrafterConfigError(
+                f"values of width {self.v_head_dim} beside queries of {self.head_dim}: fused attention widens values "
+                "to the queries' width, so they must not be wider"
+            )
+        if self.norm.norm_before_fc:
+            raise DrafterConfigError(
+                f"norm_before_fc: no engine's {MLA_ARCHITECTURE} has a norm over all slots; use fc_norm, one per slot"
+            )
+        return self
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @classmethod
+    def like_target(cls, target: "TargetConfig", *, num_slots: int, draft_vocab_size: int, **overrides: Any) -> Self:
+        """A decoder layer with the target's own latent attention and a dense MLP of its `intermediate_size`.
+
+        Raises DrafterConfigError for a target without latent attention, or whose queries are not of low rank.
+        """
+        numbers = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        missing = [name for name in numbers if not target.text_config.get(name)]
+        if missing:
+            raise DrafterConfigError(
+                f"{target.path}: config.json has no {', '.join(missing)}: its attention is not DeepSeek's latent one "
+                f"with low-rank queries, which {MLA_ARCHITECTURE} needs. Train a Llama drafter for it"
+            )
+        mla = {name: target.text_config[name] for name in numbers}
+        expanded = {
+            "num_kv_heads": target.num_attention_heads,
+            "head_dim": mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],
+            "rope_scaling": RopeScaling.of(target.text_config, where=str(target.path)),
+        }
+        return super().like_target(
+            target, num_slots=num_slots, draft_vocab_size=draft_vocab_size, **mla | expanded | overrides
+        )

@@ -9,28 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3.contract import NormFlags
-from eagle3.drafter.checkpoint import (
-    CONFIG_NAME,
-    WEIGHTS_NAME,
+from eagle3.drafter.checkpoint import CONFIG_NAME, WEIGHTS_NAME
+from eagle3.drafter.forms import IDS, eagle_config
+from eagle3.drafter.tensors import (
     CheckpointError,
+    memory_name,
     parse_object,
     read_header,
     read_limited,
+    read_tensors,
     weights_digest,
 )
-
-_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class ServedDrafter:
     """What config.json and model.safetensors hold, as SGLang 0.5.23 reads them (spec_aux_hidden_state.py,
-    llama_eagle3.py)."""
+    llama_eagle3.py, kimi_k25_eagle3.py)."""
 
     where: str
     architecture: str | None
@@ -38,6 +36,7 @@ class ServedDrafter:
     """`eagle_config.eagle_aux_hidden_state_layer_ids`; None where it is missing: the engine takes its default list."""
     norm: NormFlags
     tensors: Mapping[str, Tensor]
+    """Under their names in memory: a layer that the file calls `layers.0` is `midlayer`."""
 
     def weights_sha256(self) -> str:
         """The digest that a contract holds of its drafter's named tensors."""
@@ -48,14 +47,13 @@ def read_served(folder: Path) -> ServedDrafter:
     """Read a drafter's folder. CheckpointError where a file is missing or unreadable: nothing could be served then."""
     config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     config = parse_object(read_limited(config_path), where=str(config_path))
-    eagle = config.get("eagle_config")
-    eagle = eagle if isinstance(eagle, dict) else {}
+    eagle = eagle_config(config)
     architectures = config.get("architectures")
     read_header(weights_path)  # of a bounded size, before anything is mapped
-    try:
-        tensors = load_file(weights_path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{weights_path}: not a whole safetensors file ({error}): fetch it again") from None
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(weights_path).items():
+        key = memory_name(name)
+        tensors[name if key in tensors else key] = tensor  # a layer under both names keeps both
     return ServedDrafter(
         where=str(folder),
         architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
@@ -70,9 +68,9 @@ def read_served(folder: Path) -> ServedDrafter:
 
 
 def _ids(eagle: Mapping[str, Any], path: Path) -> tuple[int, ...] | None:
-    ids = eagle.get(_IDS)
+    ids = eagle.get(IDS)
     if ids is None:
         return None
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{path}: eagle_config.{_IDS} is {ids!r:.120}, expected a list of whole numbers")
+        raise CheckpointError(f"{path}: eagle_config.{IDS} is {ids!r:.120}, expected a list of whole numbers")
     return tuple(ids)

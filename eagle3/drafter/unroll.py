@@ -9,45 +9,56 @@ one further to the left: ids a b c d e, step 0 and step 1:
     row 2:  g_c    emb(d) -> the token after d        h_2  emb(e) -> (no target state left)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eagle3.drafter.attention import causal_document_mask, unroll_attention
+from eagle3.drafter.attention import Document, unroll_attention
 from eagle3.drafter.model import Drafter
+from eagle3.drafter.packing import PackedBatch
 
 
 def unroll(
-    drafter: Drafter, embeds: Tensor, aux: Tensor, document: Tensor, positions: Tensor, *, start: int, num_steps: int
+    drafter: Drafter,
+    embedding: Tensor,
+    batch: PackedBatch,
+    num_steps: int,
+    *,
+    attention: Callable[..., Tensor] = unroll_attention,
 ) -> Iterator[Tensor]:
-    """Yield every step's hidden state (before `norm`) for the rows from `start` on: float32 [B, R, H], R = S - start.
+    """Yield every step's hidden state (before `norm`) of the packed rows: float32 [1, N, H].
 
-    embeds [B, >= S + num_steps, H]: embeddings of the tokens, column c of token c (row c uses column c+1+k at step k);
-    aux [B, S, K*H]; document int64 [B, S], -1 for padding; positions int64 [B, S] inside the document. Rows before
-    `start` are context: they only give keys at step 0, so nothing else is computed for them.
+    embedding [V_target, H], on the batch's device. `attention`: `dense_unroll_attention` is the yardstick.
     """
-    columns = document.shape[1]
-    mask = causal_document_mask(document, start)  # [B, 1, R, S]
-    hidden = drafter.fuse(aux)  # [B, S, H]
-    x, hidden = drafter.attention_input(embeds[:, 1 : columns + 1], hidden)
-    k0, v0 = drafter.key_value(x, drafter.rope(positions))
-    x, hidden, positions = x[:, start:], hidden[:, start:], positions[:, start:]
+    rows = batch.num_rows
+    none = batch.context_aux.shape[0] == 0
+    context = _context(drafter, embedding, batch) if not none else None
+    embeds = drafter.embedding_side(F.embedding(batch.ids[: rows + num_steps - 1], embedding)[None])
+    hidden = drafter.fuse(batch.aux[None])
 
-    later_k: list[Tensor] = []
-    later_v: list[Tensor] = []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for k in range(num_steps):
-        cos_sin = drafter.rope(positions + k)
-        if k > 0:
-            embed = embeds[:, start + 1 + k : columns + 1 + k]  # teacher forced
-            x, hidden = drafter.attention_input(embed, drafter.next_hidden(hidden))
-            key, value = drafter.key_value(x, cos_sin)
-            later_k.append(key)
-            later_v.append(value)
-        attended = unroll_attention(drafter.query(x, cos_sin), k0, v0, later_k, later_v, mask)
-        hidden = drafter.finish(hidden, attended)
+        x, residual = drafter.attention_input(embeds.step(k, rows), drafter.next_hidden(hidden) if k else hidden)
+        cos_sin = drafter.rope(batch.positions[None] + k)
+        q = drafter.query(x, cos_sin)
+        key, value = drafter.key_value(x, cos_sin)
+        keys.append(key)
+        values.append(value)
+        context_k, context_v = context or (key[:, :, :0], value[:, :, :0])
+        attended = attention(q, keys[0], values[0], context_k, context_v, keys[1:], values[1:], batch.documents)
+        hidden = drafter.finish(residual, attended)
         yield hidden
+
+
+def _context(drafter: Drafter, embedding: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Keys and values of the context, [1, Hkv, C, D]."""
+    side = drafter.embedding_side(F.embedding(batch.context_ids, embedding)[None])
+    x, _ = drafter.attention_input(side.step(0, len(batch.context_ids)), drafter.fuse(batch.context_aux[None]))
+    return drafter.key_value(x, drafter.rope(batch.context_positions[None]))
 
 
 @dataclass
@@ -68,12 +79,12 @@ def decode_step(drafter: Drafter, cache: DraftCache, embed: Tensor, hidden: Tens
     embed [1, 1, H] of the token after the row's own; hidden [1, 1, H]: `drafter.fuse(...)` for a row of the target, or
     `drafter.next_hidden(...)` of the previous step.
     """
-    x, residual = drafter.attention_input(embed, hidden)
+    x, residual = drafter.attention_input(drafter.embedding_side(embed).step(0, 1), hidden)
     cos_sin = drafter.rope(torch.tensor([[position]], device=embed.device))
     key, value = drafter.key_value(x, cos_sin)
+    past_k, past_v = (torch.cat([t[:, :, :0], *past], dim=2) for t, past in ((key, cache.keys), (value, cache.values)))
     cache.keys.append(key)
     cache.values.append(value)
-    keys, values = torch.cat(cache.keys, dim=2), torch.cat(cache.values, dim=2)  # [1, Hkv, n, D]
-    everything = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool, device=embed.device)
-    attended = unroll_attention(drafter.query(x, cos_sin), keys, values, [], [], everything)
+    query, document = drafter.query(x, cos_sin), Document(context=past_k.shape[2], rows=1)
+    attended = unroll_attention(query, key, value, past_k, past_v, [], [], [document])
     return drafter.finish(residual, attended)

@@ -59,6 +59,11 @@ class VocabMap:
         return cls(order[:size].sort().values, len(counts))
 
     @classmethod
+    def whole(cls, target_vocab_size: int) -> "VocabMap":
+        """Every token of the target, in its own order."""
+        return cls(torch.arange(target_vocab_size), target_vocab_size)
+
+    @classmethod
     def from_tensors(cls, d2t: Tensor, t2d: Tensor) -> "VocabMap":
         """Read the map of a checkpoint; the error says which mistake it looks like."""
         if t2d.dtype != torch.bool or t2d.dim() != 1:

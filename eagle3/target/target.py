@@ -26,6 +26,9 @@ LLAMA_LAYER = (
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
 )
+# The same of a layer with DeepSeek's latent attention. Its MLP is dense in a few layers only: experts have other names.
+_LATENT = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+LATENT_LAYER = (*LLAMA_LAYER[:2], *(f"self_attn.{name}.weight" for name in _LATENT))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,17 +111,21 @@ class Target(TargetConfig):
         name = self.weights.first(_in_decoder(f"layers.{layer}.{suffix}"))
         return self.weights.read(name) if name else None
 
-    def last_layer(self) -> "dict[str, torch.Tensor]":
-        """The last layer's tensors by suffix (LLAMA_LAYER), for the warm start of a drafter.
+    def last_layer(self, *, latent: bool = False) -> "dict[str, torch.Tensor]":
+        """The last layer's tensors by suffix, for the warm start of a drafter: LLAMA_LAYER, or where the drafter has
+        latent attention LATENT_LAYER and the dense MLP, if there is one.
 
-        Empty where the layer is built otherwise (MLA, experts, Gemma's norms) or quantised: then a drafter starts cold.
+        Empty where the layer is built otherwise (the other attention, Gemma's norms, for a Llama drafter also experts)
+        or quantised: then a drafter starts cold.
         """
         if self._is_gemma():
             return {}
-        found = {suffix: self.layer_tensor(self.num_layers - 1, suffix) for suffix in LLAMA_LAYER}
+        wanted = LATENT_LAYER if latent else LLAMA_LAYER
+        names = (*wanted, *LLAMA_LAYER[-3:]) if latent else wanted
+        found = {suffix: self.layer_tensor(self.num_layers - 1, suffix) for suffix in names}
         tensors = {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
         plain = all(t.is_floating_point() and t.element_size() >= 2 for t in tensors.values())
-        return tensors if plain and len(tensors) == len(LLAMA_LAYER) else {}
+        return tensors if plain and all(suffix in tensors for suffix in wanted) else {}
 
     def identity(self) -> TargetIdentity:
         """Name, shape and digests. Hashes every weight file once; `cache_dir` remembers."""

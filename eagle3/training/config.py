@@ -32,7 +32,20 @@ class TrainingConfig(BaseModel):
     step_decay: float = Field(
         0.8, gt=0, le=1, title="Step decay", description="Weight of unroll step k in the loss is this to the power k"
     )
-    batch_size: int = Field(2, ge=1, title="Batch size", description="Samples (sequences) per optimiser step")
+    batch_size: int = Field(2, ge=1, title="Batch size", description="Samples (sequences) per micro-batch")
+    gradient_accumulation: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        title="Micro-batches",
+        description="Per optimiser step, over all processes: each draws from a stream of its own, so the number of "
+        "processes changes no sample of a step",
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        title="Parallel",
+        description="Among several processes: the whole drafter in each (DDP), or a part (FSDP2)",
+    )
     learning_rate: float = Field(2e-3, gt=0, title="Learning rate", description="Peak of AdamW's learning rate")
     head_learning_rate_scale: float = Field(
         0.25,
@@ -50,5 +63,24 @@ class TrainingConfig(BaseModel):
     num_draft_steps: int = Field(
         3, ge=1, le=16, title="Draft steps", description="Chain length of the simulated acceptance on held-out samples"
     )
+    evaluate_every: int = Field(
+        0,
+        ge=0,
+        title="Evaluate every",
+        description="Steps between two simulations on held-out samples; the best drafter is kept. 0: at the end only",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        title="Patience",
+        description="Stop after so many evaluations without a longer acceptance. 0: train to the end of the budget",
+    )
+    save_every: int = Field(
+        200,
+        ge=1,
+        title="Save every",
+        description="Steps between two states on disk, from which a killed training resumes",
+    )
+    keep_states: int = Field(2, ge=1, le=100, title="States kept", description="The newest so many states stay on disk")
     log_every: int = Field(20, ge=1, title="Log every", description="Optimiser steps between two records of progress")
     seed: int = Field(0, ge=0, title="Seed", description="Of the first weights and of the order of the samples")

@@ -1,6 +1,6 @@
 """Samples of a dump for the trainer, read when they are asked for: a dump may be many times larger than the memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eagle3.dump.order import Order, OrderedSample, samples_per_block
 from eagle3.dump.reader import SampleReader
+from eagle3.training.draws import Drawing, Draws
 from eagle3.training.samples import TrainingSample
 
 
@@ -50,9 +51,11 @@ class DumpSamples(Sequence[TrainingSample]):
         samples = [OrderedSample(records[index].id, index // block) for index in indices]
         return Order(samples, seed=seed, rank=rank, num_ranks=num_ranks)
 
-    def drawn_by(self, seed: int) -> Callable[[Sequence[int]], Iterator[int]]:
-        """That order for one rank, as `eagle3.training.loop.train` draws it."""
-        return lambda places: (places[index] for index, _ in self.order(places, seed=seed).walk())
+    def drawn_by(self, seed: int) -> Drawing:
+        """That order, as `eagle3.training.loop.train` draws it."""
+        return lambda places, stream, streams: Draws(
+            places, self.order(places, seed=seed, rank=stream, num_ranks=streams)
+        )
 
 
 def split(

@@ -1,26 +1,38 @@
 """First weights: random, or warm from the target, which saves most of a short training."""
 
 import math
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from eagle3.digests import sha256_bytes, sha256_json
 from eagle3.drafter.model import Drafter
 from eagle3.drafter.vocab import VocabMap
 from eagle3.training.samples import TargetParts, TrainingError
 
-# drafter parameter <- parameter of the target's last layer. q, k and v: into the half that reads the hidden state.
+# drafter parameter <- parameter of the target's last layer, Llama's or DeepSeek's. Where the drafter's reads
+# [embedding, hidden]: into the half that reads the hidden state.
 _FROM_LAST_LAYER = {
     "midlayer.hidden_norm.weight": "input_layernorm.weight",
     "midlayer.post_attention_layernorm.weight": "post_attention_layernorm.weight",
     "midlayer.self_attn.q_proj.weight": "self_attn.q_proj.weight",
     "midlayer.self_attn.k_proj.weight": "self_attn.k_proj.weight",
     "midlayer.self_attn.v_proj.weight": "self_attn.v_proj.weight",
+    "midlayer.self_attn.q_a_proj.weight": "self_attn.q_a_proj.weight",
+    "midlayer.self_attn.q_a_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "midlayer.self_attn.q_b_proj.weight": "self_attn.q_b_proj.weight",
+    "midlayer.self_attn.kv_a_proj_with_mqa.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "midlayer.self_attn.kv_a_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "midlayer.self_attn.kv_b_proj.weight": "self_attn.kv_b_proj.weight",
     "midlayer.self_attn.o_proj.weight": "self_attn.o_proj.weight",
     "midlayer.mlp.gate_proj.weight": "mlp.gate_proj.weight",
     "midlayer.mlp.up_proj.weight": "mlp.up_proj.weight",
     "midlayer.mlp.down_proj.weight": "mlp.down_proj.weight",
 }
+_READS_BOTH = tuple(
+    f"midlayer.self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+)
 
 
 @torch.no_grad()
@@ -59,14 +71,39 @@ def initialise(
 
 
 def _copy_last_layer(drafter: Drafter, parts: TargetParts) -> list[str]:
-    copied = []
+    copied, hidden = [], drafter.config.hidden_size
     parameters = dict(drafter.named_parameters())
     for name, source_name in _FROM_LAST_LAYER.items():
         source = (parts.last_layer or {}).get(source_name)
-        destination = parameters[name]
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            destination = destination[:, drafter.config.hidden_size :]  # the half after the embedding's
+        destination = parameters.get(name)
+        if destination is None:
+            continue
+        if name in _READS_BOTH:
+            destination = destination[:, hidden:]  # the half after the embedding's
         if source is not None and source.shape == destination.shape:
             destination.copy_(source)
             copied.append(name)
     return copied
+
+
+@torch.no_grad()
+def take_weights(drafter: Drafter, weights: Mapping[str, Tensor]) -> None:
+    """Start from another drafter's weights, by the checkpoint's names. TrainingError unless all fit."""
+    parameters = dict(drafter.named_parameters())
+    for name, parameter in parameters.items():
+        found = weights.get(name)
+        if found is None or found.shape != parameter.shape:
+            raise TrainingError(
+                f"the parent drafter's {name} is {'missing' if found is None else list(found.shape)}, expected "
+                f"{list(parameter.shape)}: start from a drafter of the same shape and vocabulary, or from none"
+            )
+        parameter.copy_(found)
+
+
+def sha256_weights(drafter: Drafter) -> str:
+    """Digest of all parameters, as they lie in memory on the CPU."""
+    parts = [
+        [name, sha256_bytes(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())]
+        for name, p in drafter.named_parameters()
+    ]
+    return sha256_json(parts)

@@ -1,26 +1,27 @@
-"""The training loop."""
+"""Training a drafter: what goes in, what comes out."""
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Literal
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from eagle3.acceptance.definitions import AcceptanceFigure
-from eagle3.acceptance.simulation import simulate_acceptance
 from eagle3.capture import CapturePoint
+from eagle3.digests import sha256_json
 from eagle3.drafter.config import DrafterConfig
+from eagle3.drafter.mla import build_drafter
 from eagle3.drafter.model import Drafter
 from eagle3.drafter.vocab import VocabMap
 from eagle3.dump.prefetch import Prefetch
 from eagle3.training.config import TrainingConfig
-from eagle3.training.initialise import initialise
-from eagle3.training.loss import StepMetrics, training_batch, unroll_loss, valid_states
+from eagle3.training.draws import Drawing, full_shuffle
+from eagle3.training.initialise import initialise, sha256_weights, take_weights
+from eagle3.training.loss import valid_states
+from eagle3.training.parallel import processes
+from eagle3.training.run import Progress, Run
 from eagle3.training.samples import (
     NORM,
     TargetParts,
@@ -30,34 +31,9 @@ from eagle3.training.samples import (
     check_parts,
     check_sample,
 )
+from eagle3.training.trainer import StepRecord, Trainer
 
-_LOWEST_RATE = 0.02  # of the peak learning rate, at the end of the cosine
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where the training stands. `fraction` is of the stage; figures that a stage does not have are None or empty."""
-
-    stage: Literal["prepare", "train", "evaluate"]
-    fraction: float
-    seconds_left: float | None
-    step: int = 0
-    loss: float | None = None
-    top1: tuple[float, ...] = ()  # per unroll step
-    rows_per_second: float | None = None
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A line of the training's history."""
-
-    step: int
-    fraction: float
-    seconds: float
-    learning_rate: float
-    gradient_norm: float
-    loss: float
-    steps: tuple[StepMetrics, ...]  # per unroll step
+_FREE = {"save_every", "keep_states", "parallel"}  # settings that a resume may change
 
 
 @dataclass(frozen=True)
@@ -83,18 +59,24 @@ def train(
     *,
     final: CapturePoint = NORM,
     device: torch.device | str = "cpu",
-    order: Callable[[Sequence[int]], Iterator[int]] | None = None,
+    order: Drawing | None = None,
     read_ahead: int = 0,
+    states: Path | None = None,
+    parent: Mapping[str, Tensor] | None = None,
 ) -> TrainResult:
     """Train a drafter on captured samples.
 
     `samples` may be lazy (read from disk on access); `final` is the point where their final states were captured.
-    `order(places)` draws endlessly from the places in `samples` that have a token to learn; by default every epoch is a
-    new shuffle. `read_ahead` batches are read by a thread while others are trained on: it changes no result. With
-    `heldout` the metrics hold the simulated acceptance before and after, and the loss per step. Raises TrainingError
-    for samples or parts that do not fit or hold NaN, where no token is under the loss mask, or where the loss explodes.
+    `order` draws from the places in `samples` that have a token to learn; by default every epoch is a new shuffle.
+    `read_ahead` steps are read by a thread while others are trained on: it changes no result. With `heldout` the
+    metrics hold the simulated acceptance before and after, and the loss per step; the drafter is the best that was
+    evaluated. `states` is a folder for states on disk: a training that was killed goes on from the newest, and on the
+    CPU ends with the same bits. `parent`: weights to start from, by the checkpoint's names, in the place of the first
+    weights. Under torchrun each process calls this with the same arguments and gets the same result.
+
+    Raises TrainingError for samples or parts that do not fit or hold NaN, where no token is under the loss mask, where
+    the loss explodes, for a state of another training and where a state cannot be written.
     """
-    report = on_progress or (lambda _: None)
     check_final_point(parts, final)
     check_parts(parts, drafter_config)
     if len(vocab) != drafter_config.draft_vocab_size or vocab.target_vocab_size != drafter_config.target_vocab_size:
@@ -102,44 +84,56 @@ def train(
             f"the vocabulary map is {len(vocab)} of {vocab.target_vocab_size} tokens, the drafter is shaped for "
             f"{drafter_config.draft_vocab_size} of {drafter_config.target_vocab_size}"
         )
-    started = time.perf_counter()
-    parts = parts.to(torch.device(device))
-    valid = _prepare([samples, heldout], parts, drafter_config, vocab, config, final, report, read_ahead)
-    trainable = [i for i, v in enumerate(valid[0]) if bool(v.any())]
-    if not trainable:
-        raise TrainingError(
-            f"none of the {len(samples)} samples has a token to learn: nothing is under their loss masks that the "
-            "draft vocabulary holds. Check the prompts' answers and the vocabulary map"
-        )
-
-    generator = torch.Generator().manual_seed(config.seed)
-    drafter = Drafter(drafter_config)
-    warm_started = initialise(drafter, vocab, parts, warm_start=config.warm_start, generator=generator)
-    drafter.to(device)
-    trainer = _Trainer(drafter, parts, vocab, config, final)
-    metrics = {
-        "samples": float(len(samples)),
-        "samples_without_rows": float(len(samples) - len(trainable)),
-        "prepare_seconds": time.perf_counter() - started,
-    }
-
-    if heldout:
-        before = simulate_acceptance(drafter, vocab, parts.embedding, heldout, num_steps=config.num_draft_steps)
-        metrics["heldout_acceptance_length_before"] = before.length
-    draws = order(trainable) if order is not None else _shuffled(trainable, generator)
-    history = trainer.run(samples, valid[0], draws, report, read_ahead)
-    metrics |= trainer.totals()
-
-    acceptance = None
-    if heldout:
+    device = torch.device(device)
+    with processes(device) as among:
+        report = on_progress if on_progress and among.first else lambda _: None
+        started, parts = time.perf_counter(), parts.to(device)
+        valid = _prepare([samples, heldout], parts, drafter_config, vocab, config, final, report, read_ahead)
+        trainable = [i for i, v in enumerate(valid[0].masks) if bool(v.any())]
+        if not trainable:
+            raise TrainingError(
+                f"none of the {len(samples)} samples has a token to learn: nothing is under their loss masks that the "
+                "draft vocabulary holds. Check the prompts' answers and the vocabulary map"
+            )
+        drafter = build_drafter(drafter_config)
+        generator = torch.Generator().manual_seed(config.seed)
+        warm_started = initialise(drafter, vocab, parts, warm_start=config.warm_start, generator=generator)
+        if parent is not None:
+            take_weights(drafter, parent)
+        first_weights = sha256_weights(drafter)
+        trainer = Trainer(drafter.to(device), parts, vocab, config, final, among)
+        drawing = order or full_shuffle(valid[0].ids, config.seed)
+        total = config.gradient_accumulation
+        streams = [drawing(trainable, stream, total) for stream in among.streams(total)]
+        run = Run(
+            trainer, samples, valid[0].masks, heldout, vocab, states,
+            sha256_json([
+                config.model_dump(mode="json", exclude=_FREE), drafter_config.model_dump(mode="json"), vocab.digest(),
+                first_weights, streams[0].order.digest, valid[0].ids, valid[1].ids,
+            ]),
+        )  # fmt: skip
+        prepared = time.perf_counter() - started
+        history = run.go(streams, report, read_ahead)
         report(Progress("evaluate", 0.0, None, step=trainer.step))
-        acceptance = simulate_acceptance(drafter, vocab, parts.embedding, heldout, num_steps=config.num_draft_steps)
-        metrics["heldout_acceptance_length"] = acceptance.length
-        metrics["heldout_acceptance_rate"] = acceptance.rate
-        metrics |= trainer.evaluate(heldout, valid[1])
+        result = run.best_drafter(build_drafter(drafter_config))
+        metrics = {
+            "samples": float(len(samples)),
+            "samples_without_rows": float(len(samples) - len(trainable)),
+            "prepare_seconds": prepared,
+            **run.metrics(),
+            **(trainer.evaluate(heldout, valid[1].masks, result) if heldout else {}),
+        }
         report(Progress("evaluate", 1.0, 0.0, step=trainer.step))
-    drafter.cpu().requires_grad_(False)
-    return TrainResult(drafter, vocab, metrics, tuple(history), acceptance, warm_started)
+    result.cpu().requires_grad_(False)
+    return TrainResult(result, vocab, metrics, tuple(history), run.best, warm_started)
+
+
+@dataclass
+class _Prepared:
+    """The samples' ids, and which of their states are trained on."""
+
+    ids: list[str]
+    masks: list[Tensor]
 
 
 def _prepare(
@@ -151,160 +145,17 @@ def _prepare(
     final: CapturePoint,
     report: Callable[[Progress], None],
     read_ahead: int,
-) -> list[list[Tensor]]:
+) -> list[_Prepared]:
     """Check every sample, and find its valid states once: the full-vocabulary head is the dearest part of a step."""
     total, done, started = sum(len(s) for s in sets), 0, time.perf_counter()
-    valid: list[list[Tensor]] = [[] for _ in sets]
+    found = [_Prepared([], []) for _ in sets]
     for number, samples in enumerate(sets):
         with Prefetch((samples[index] for index in range(len(samples))), read_ahead) as ready:
             for sample in ready:
                 check_sample(sample, drafter_config, max(config.num_unroll_steps, config.num_draft_steps))
-                valid[number].append(valid_states(sample, parts, vocab, final))
+                found[number].ids.append(sample.id)
+                found[number].masks.append(valid_states(sample, parts, vocab, final))
                 done += 1
                 left = (time.perf_counter() - started) / done * (total - done)
                 report(Progress("prepare", done / total, left))
-    return valid
-
-
-class _Trainer:
-    """Drafter, optimiser and clocks of one training."""
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        parts: TargetParts,
-        vocab: VocabMap,
-        config: TrainingConfig,
-        final: CapturePoint,
-    ) -> None:
-        self.drafter, self.parts, self.config, self.final = drafter, parts, config, final
-        self.device = parts.embedding.device
-        self.draft_head = parts.head[vocab.target_ids.to(self.device)].float()
-        rest = [p for name, p in drafter.named_parameters() if name != "lm_head.weight"]
-        rate = config.learning_rate
-        groups = [
-            {"params": rest, "lr": rate},
-            {"params": [drafter.lm_head.weight], "lr": rate * config.head_learning_rate_scale},
-        ]
-        self.peak_rates = [rate, rate * config.head_learning_rate_scale]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)
-        self.step, self.rows, self.seconds, self.cpu_seconds = 0, 0, 0.0, 0.0
-
-    def run(
-        self,
-        samples: Sequence[TrainingSample],
-        valid: Sequence[Tensor],
-        draws: Iterator[int],
-        report: Callable[[Progress], None],
-        read_ahead: int,
-    ) -> list[StepRecord]:
-        """Train until the budget is spent, at least one step."""
-        history: list[StepRecord] = []
-        clock, cpu_clock = time.perf_counter(), time.process_time()
-        fraction = 0.0
-        batches = ([(i, samples[i]) for i in islice(draws, self.config.batch_size)] for _ in count())
-        with Prefetch(batches, read_ahead) as ready:
-            for batch in ready:
-                log = self.step % self.config.log_every == 0
-                record = self._step([sample for _, sample in batch], [valid[i] for i, _ in batch], fraction, log)
-                self.seconds, self.cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu_clock
-                fraction = self._spent() / self.config.budget
-                if record is not None:
-                    history.append(record)
-                    left = self.seconds * (1 - fraction) / fraction if fraction < 1 else 0.0
-                    report(self._progress(record, fraction, left))
-                if fraction >= 1:
-                    break
-        report(Progress("train", 1.0, 0.0, self.step))
-        return history
-
-    def _progress(self, record: StepRecord, fraction: float, left: float) -> Progress:
-        top1 = tuple(m.top1 for m in record.steps)
-        return Progress("train", min(1.0, fraction), left, self.step, record.loss, top1, self.rows / self.seconds)
-
-    def totals(self) -> dict[str, float]:
-        return {
-            "steps": float(self.step),
-            "rows": float(self.rows),
-            "train_seconds": self.seconds,
-            "train_cpu_seconds": self.cpu_seconds,
-            "rows_per_second": self.rows / self.seconds,
-        }
-
-    @torch.no_grad()
-    def evaluate(self, heldout: Sequence[TrainingSample], valid: Sequence[Tensor]) -> dict[str, float]:
-        """Held-out figures per unroll step, each row weighing the same."""
-        sums = [[0.0, 0.0, 0.0, 0.0] for _ in range(self.config.num_unroll_steps)]
-        trainable = [i for i, v in enumerate(valid) if bool(v.any())]
-        for first in range(0, len(trainable), 8):
-            chosen = trainable[first : first + 8]
-            with self._autocast():
-                _, steps = self._loss([heldout[i] for i in chosen], [valid[i] for i in chosen], with_metrics=True)
-            for total, m in zip(sums, steps, strict=True):
-                total[0] += m.rows
-                for place, value in enumerate((m.loss, m.top1, m.acceptance), start=1):
-                    total[place] += value * m.rows
-        metrics = {}
-        for k, (rows, *values) in enumerate(sums, start=1):
-            for name, value in zip(("loss", "top1", "acceptance"), values, strict=True):
-                metrics[f"heldout_{name}_step{k}"] = value / max(1.0, rows)
-        return metrics
-
-    def _step(
-        self, samples: Sequence[TrainingSample], valid: Sequence[Tensor], fraction: float, log: bool
-    ) -> StepRecord | None:
-        scale = self._schedule(fraction)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-            group["lr"] = peak * scale
-        with self._autocast():
-            loss, steps = self._loss(samples, valid, with_metrics=log)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip_norm)
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-            raise TrainingError(
-                f"step {self.step + 1}: the loss is {loss.item()} and the gradient's norm {norm.item()}, with samples "
-                f"{', '.join(s.id for s in samples)}. Their states are finite, so lower the learning rate (now "
-                f"{self.config.learning_rate}) or lengthen the warm-up"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.rows += sum(s.num_rows for s in samples)
-        if not log:
-            return None
-        rate = self.config.learning_rate * scale
-        return StepRecord(self.step, fraction, self.seconds, rate, norm.item(), loss.item(), tuple(steps))
-
-    def _loss(
-        self, samples: Sequence[TrainingSample], valid: Sequence[Tensor], *, with_metrics: bool
-    ) -> tuple[Tensor, list[StepMetrics]]:
-        num_steps = self.config.num_unroll_steps
-        batch, targets = training_batch(samples, valid, self.parts, self.final, num_steps)
-        return unroll_loss(
-            self.drafter,
-            self.parts.embedding,
-            self.draft_head,
-            batch.to(self.device),
-            targets.to(self.device),
-            num_steps=num_steps,
-            decay=self.config.step_decay,
-            with_metrics=with_metrics,
-        )
-
-    def _schedule(self, fraction: float) -> float:
-        """Linear warm-up over steps, then a cosine over the budget."""
-        warm_up = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
-        return warm_up * max(_LOWEST_RATE, 0.5 * (1 + math.cos(math.pi * min(1.0, fraction))))
-
-    def _spent(self) -> float:
-        spent = {"steps": float(self.step), "seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
-        return spent[self.config.budget_unit]
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bf16)
-
-
-def _shuffled(places: Sequence[int], generator: torch.Generator) -> Iterator[int]:
-    """Endless: every place once per epoch in a new order."""
-    while True:
-        yield from (places[i] for i in torch.randperm(len(places), generator=generator).tolist())
+    return found

@@ -5,18 +5,20 @@ cross-entropy of the drafter against it (KL up to a constant). It counts at rows
 mask and where the target's first choice over its **whole** vocabulary is one that the drafter can propose.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.capture import CapturePoint
+from eagle3.drafter.attention import unroll_attention
 from eagle3.drafter.model import Drafter
+from eagle3.drafter.packing import PackedBatch, Window, pack
 from eagle3.drafter.unroll import unroll
 from eagle3.drafter.vocab import VocabMap
-from eagle3.training.batch import UnrollBatch, Window, align
+from eagle3.training.cross_entropy import Comparison, StepSums, cross_entropy
+from eagle3.training.parallel import Processes
 from eagle3.training.samples import TargetParts, TrainingSample
 
 _HEAD_ROWS = 256  # rows of full-vocabulary logits at a time
@@ -24,13 +26,14 @@ _HEAD_ROWS = 256  # rows of full-vocabulary logits at a time
 
 @dataclass(frozen=True)
 class Targets:
-    """What the needed rows are to predict at every step; column c is the target's state at column start + 1 + c."""
+    """What the packed rows are to predict: at step k, row i is compared with the target's state of place i + k."""
 
-    final: Tensor  # float32 [B, R + num_steps - 1, H], as the head reads it
-    valid: Tensor  # bool [B, R + num_steps - 1]
+    final: Tensor  # float32 [M, H], as the head reads it: only the states that are trained on
+    places: Tensor  # int64 [M], ascending: their places among the N rows, 0 ... N - 1
+    before: Tensor  # int64 [M]: how many rows of the same document stand before the place
 
     def to(self, device: torch.device) -> "Targets":
-        return Targets(self.final.to(device), self.valid.to(device))
+        return Targets(*(t.to(device, non_blocking=True) for t in (self.final, self.places, self.before)))
 
 
 @dataclass(frozen=True)
@@ -70,64 +73,68 @@ def training_batch(
     parts: TargetParts,
     final: CapturePoint,
     num_steps: int,
-) -> tuple[UnrollBatch, Targets]:
-    """Stack samples (each with at least one valid state) and their targets, aligned alike."""
+) -> tuple[PackedBatch, Targets]:
+    """Pack samples (each with at least one valid state) and their targets."""
     windows = [needed_window(s, v, num_steps) for s, v in zip(samples, valid, strict=True)]
-    batch = align(windows, num_steps)
-    width = batch.num_rows + num_steps - 1
-    states = torch.zeros(len(samples), width, samples[0].final.shape[-1], device=parts.final_norm.device)
-    masks = torch.zeros(len(samples), width, dtype=torch.bool)
-    for i, (sample, window) in enumerate(zip(samples, windows, strict=True)):
-        chosen = slice(window.first_row + 1, window.first_row + 1 + width)
-        rows = sample.final[chosen]
-        states[i, : len(rows)] = parts.normed(rows, final)
-        masks[i, : len(rows)] = valid[i][chosen]
-    return batch, Targets(states, masks)
+    states, places, before, offset = [], [], [], 0
+    for sample, window, mask in zip(samples, windows, valid, strict=True):
+        chosen = mask.nonzero()[:, 0]  # state p + 1 stands at row p's place
+        states.append(parts.normed(sample.final[chosen], final))
+        before.append(chosen - 1 - window.first_row)
+        places.append(before[-1] + offset)
+        offset += window.end_row - window.first_row
+    return pack(windows, num_steps), Targets(torch.cat(states), torch.cat(places), torch.cat(before))
+
+
+def rows_per_step(targets: Targets, num_steps: int) -> list[int]:
+    """How many rows each step compares: a target's state at a place is seen by step k from the row k before it."""
+    return [int((targets.before >= k).sum()) for k in range(num_steps)]
 
 
 def unroll_loss(
     drafter: Drafter,
     embedding: Tensor,
     draft_head: Tensor,
-    batch: UnrollBatch,
+    batch: PackedBatch,
     targets: Targets,
     *,
     num_steps: int,
     decay: float,
     with_metrics: bool,
+    rows: Sequence[int] | None = None,
+    attention: Callable[..., Tensor] = unroll_attention,
 ) -> tuple[Tensor, list[StepMetrics]]:
-    """Sum over the steps of decay^k times the mean loss of step k's valid rows -> (loss, metrics per step or []).
+    """Sum over the steps of decay^k times the mean loss of step k's rows -> (loss, metrics per step or []).
 
-    embedding [V_target, H]; draft_head [V_draft, H]: the target's head, rows of the draft vocabulary.
+    embedding [V_target, H]; draft_head [V_draft, H]: the target's head, rows of the draft vocabulary. `rows`: what each
+    step's sum is divided by, where the batch is a part of a larger one; `rows_per_step` of the batch unless given.
     """
-    with torch.no_grad():
-        probabilities = F.linear(targets.final, draft_head).float().softmax(-1)  # [B, R + num_steps - 1, V_draft]
-    total = torch.zeros((), device=probabilities.device)
-    metrics = []
-    steps = unroll(
-        drafter,
-        F.embedding(batch.ids, embedding),
-        batch.aux,
-        batch.document,
-        batch.positions,
-        start=batch.start,
-        num_steps=num_steps,
+    counts = rows_per_step(targets, num_steps)
+    comparisons, states = [], []
+    for k, hidden in enumerate(unroll(drafter, embedding, batch, num_steps, attention=attention)):
+        chosen = (targets.before >= k).nonzero()[:, 0]
+        of_step = targets.places[chosen] - k
+        every = len(of_step) == batch.num_rows  # then they are in order
+        states.append(drafter.norm(hidden[0] if every else hidden[0, of_step]))
+        comparisons.append(Comparison(chosen, decay**k / max(1, (rows or counts)[k])))
+    loss, sums = cross_entropy(
+        states, drafter.lm_head.weight, targets.final, draft_head, comparisons, with_metrics=with_metrics
     )
-    for k, hidden in enumerate(steps):
-        valid = targets.valid[:, k : k + batch.num_rows]
-        p = probabilities[:, k : k + batch.num_rows][valid]  # [n, V_draft]
-        logits = drafter.logits(hidden[valid])  # [n, V_draft]
-        losses = logits.logsumexp(-1) - (p * logits).sum(-1)  # cross-entropy, as p sums to 1
-        loss = losses.sum() / max(1, len(losses))
-        total = total + decay**k * loss
-        if with_metrics:
-            metrics.append(_metrics(p, logits.detach(), loss))
-    return total, metrics
+    if not with_metrics:
+        return loss, []
+    return loss, [_metrics(count, figures) for count, figures in zip(counts, sums, strict=True)]
 
 
-@torch.no_grad()
-def _metrics(p: Tensor, logits: Tensor, loss: Tensor) -> StepMetrics:
-    rows = max(1, len(p))
-    agree = (logits.argmax(-1) == p.argmax(-1)).sum()
-    accepted = torch.minimum(p, logits.softmax(-1)).sum()
-    return StepMetrics(len(p), float(loss), float(agree) / rows, float(accepted) / rows)
+def _metrics(rows: int, sums: StepSums) -> StepMetrics:
+    figures = (float(sums.loss), float(sums.top1), float(sums.acceptance))
+    return StepMetrics(rows, *(figure / max(1, rows) for figure in figures))
+
+
+def combined(batches: Sequence[Sequence[StepMetrics]], among: Processes | None = None) -> list[StepMetrics]:
+    """The metrics of several batches (of all processes) as if they were one."""
+    sums = torch.tensor(
+        [[[m.rows, m.loss * m.rows, m.top1 * m.rows, m.acceptance * m.rows] for m in batch] for batch in batches],
+        dtype=torch.float64,
+    ).sum(0)
+    rows = (among.sum(sums) if among else sums).tolist()
+    return [StepMetrics(int(n), *(figure / max(1.0, n) for figure in figures)) for n, *figures in rows]

@@ -47,15 +47,15 @@ class TargetParts:
     last_layer: Mapping[str, Tensor] | None = None  # the last decoder layer, names from `input_layernorm.weight` on
 
     @classmethod
-    def of(cls, target: Target) -> Self:
-        """Read selectively from the target's folder."""
+    def of(cls, target: Target, *, latent: bool = False) -> Self:
+        """Read selectively from the target's folder. `latent`: for a drafter with latent attention (MLA)."""
         return cls(
             embedding=target.embedding_table(),
             head=target.head(),
             final_norm=target.final_norm(),
             rms_norm_eps=target.rms_norm_eps,
             num_layers=target.num_layers,
-            last_layer=target.last_layer() or None,
+            last_layer=target.last_layer(latent=latent) or None,
         )
 
     def to(self, device: torch.device) -> "TargetParts":

@@ -1,17 +1,22 @@
 """Tasks against a real S3 server: a damaged dump is refuted, a server that is gone is not an answer."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from eagle3.contract import ContractError
 from eagle3.digests import sha256_file
+from eagle3.drafter.checkpoint import load_checkpoint, save_checkpoint
 from eagle3.dump.manifest import Manifest
 from eagle3.refs import DumpRef
 from infra.settings import Settings
 from infra.store import StoreUnreachable, open_store
-from tasks.artifacts import CannotCheck, verify_dump
+from tasks.artifacts import CannotCheck, publish_checkpoint, verify_dump
+from tasks.drafters import drafter_at
 from tasks.training import require_report
+from tests.drafters import ENGINE_IDS, make_contract, make_drafter, make_vocab
 from tests.dumps import flip_bit, make_dump
 from tests.integration.s3_server import S3Server, s3_server
 
@@ -64,3 +69,24 @@ def test_a_store_that_does_not_answer_proves_nothing(server: S3Server, settings:
         verify_dump(URI, settings)
     with pytest.raises(StoreUnreachable):  # and not NoReport
         require_report(DumpRef(uri=URI, sha256="a" * 64), settings)
+
+
+def test_a_drafter_in_the_store_is_fetched_whole_or_named(settings: Settings, tmp_path: Path, server: S3Server) -> None:
+    drafter, vocab, uri = make_drafter(), make_vocab(), "s3://test-bucket/drafters/a"
+    contract = make_contract(drafter, vocab)
+    save_checkpoint(tmp_path / "drafter", drafter, vocab, contract, ENGINE_IDS)
+    open_store(settings.store, settings).ensure_bucket()
+    publish_checkpoint(tmp_path / "drafter", uri, contract, settings)
+    folder = drafter_at(uri, settings)
+    assert load_checkpoint(folder).contract == contract
+
+    shutil.rmtree(folder)
+    weights = tmp_path / "drafter" / "model.safetensors"
+    flip_bit(weights)
+    open_store(uri, settings).put_file(weights.name, weights, sha256=sha256_file(weights))
+    with pytest.raises(ContractError, match="weights digest"):
+        drafter_at(uri, settings)
+    assert not folder.exists()
+    server.kill()
+    with pytest.raises(StoreUnreachable):
+        drafter_at(uri, settings)

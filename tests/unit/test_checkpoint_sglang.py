@@ -7,6 +7,8 @@ drafts with what was saved is tested in tests/integration/test_server_drafter.py
 
 import ast
 import importlib.util
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from eagle3.contract import NormFlags
 from eagle3.drafter.checkpoint import checkpoint_tensors
-from eagle3.drafter.config import DrafterConfig
+from eagle3.drafter.config import DrafterConfig, MlaDrafterConfig
+from eagle3.drafter.tensors import disk_names
 from tests.drafters import make_drafter, make_vocab
+from tests.mla_drafters import make_mla_drafter
 
 pytestmark = pytest.mark.unit
 
@@ -78,18 +82,19 @@ class _Parameter:
 
 @pytest.fixture(scope="module")
 def load_weights() -> LoadWeights:
+    return method_of("llama_eagle3.py", "LlamaForCausalLMEagle3")
+
+
+def method_of(file: str, name: str) -> LoadWeights:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None, "SGLang is not installed: run `make install`"
     assert spec.origin is not None
-    source = (Path(spec.origin).parent / "srt/models/llama_eagle3.py").read_text()
-    model = next(
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "LlamaForCausalLMEagle3"
-    )
+    source = (Path(spec.origin).parent / "srt/models" / file).read_text()
+    model = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
     method = next(node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "load_weights")
-    scope: dict[str, Any] = {"torch": torch, "Iterable": Iterable, "Tuple": tuple, "default_weight_loader": None}
-    exec(compile(ast.Module([method], []), "llama_eagle3.py", "exec"), scope)
+    scope: dict[str, Any] = {"torch": torch, "re": re, "Iterable": Iterable, "Tuple": tuple}
+    scope |= {"default_weight_loader": None, "logger": logging.getLogger(__name__)}
+    exec(compile(ast.Module([method], []), file, "exec"), scope)
     return scope["load_weights"]
 
 
@@ -108,10 +113,60 @@ def test_sglang_takes_every_tensor_and_no_parameter_stays_unset(load_weights: Lo
 
 
 def test_sglang_drops_a_renamed_tensor_without_a_word(load_weights: LoadWeights) -> None:
-    """Why checkpoint.py checks names itself."""
+    """Why tensors.py checks names itself."""
     drafter = make_drafter()
     tensors = checkpoint_tensors(drafter, make_vocab())
     tensors["fc_proj.weight"] = tensors.pop("fc.weight")
     model = SGLangModel(drafter.config)
     load_weights(model, tensors.items())
     assert model.unset() == [("model.fc.weight", None)]
+
+
+class SGLangLatentModel:
+    """Parameters of Eagle3DeepseekV2ForCausalLM (0.5.23), which loads whole tensors but for gate and up."""
+
+    def __init__(self, config: MlaDrafterConfig) -> None:
+        hidden, heads, ffn = config.hidden_size, config.num_heads, config.intermediate_size
+        attention = "model.midlayer.self_attn"
+        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        narrow = config.q_lora_rank + config.kv_lora_rank + rope
+        self.shapes: dict[str, dict[Any, tuple[int, ...]]] = {
+            "model.fc.weight": {None: (hidden, config.num_slots * config.target_hidden_size)},
+            f"{attention}.fused_qkv_a_proj_with_mqa.weight": {None: (narrow, 2 * hidden)},
+            f"{attention}.q_a_layernorm.weight": {None: (config.q_lora_rank,)},
+            f"{attention}.q_b_proj.weight": {None: (heads * (nope + rope), config.q_lora_rank)},
+            f"{attention}.kv_a_layernorm.weight": {None: (config.kv_lora_rank,)},
+            f"{attention}.kv_b_proj.weight": {None: (heads * (nope + config.v_head_dim), config.kv_lora_rank)},
+            f"{attention}.o_proj.weight": {None: (hidden, heads * config.v_head_dim)},
+            "model.midlayer.mlp.gate_up_proj.weight": {0: (ffn, hidden), 1: (ffn, hidden)},
+            "model.midlayer.mlp.down_proj.weight": {None: (hidden, ffn)},
+            **{
+                f"model.midlayer.{name}.weight": {None: (hidden,)}
+                for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+            },
+            **{f"model.fc_norm.{slot}.weight": {None: (hidden,)} for slot in range(config.num_slots)},
+            "model.norm.weight": {None: (hidden,)},
+            "lm_head.weight": {None: (config.draft_vocab_size, hidden)},
+        }
+        self.loaded: dict[tuple[str, Any], Tensor] = {}
+        self.hot_token_id: Tensor | None = None
+
+    named_parameters = SGLangModel.named_parameters
+    unset = SGLangModel.unset
+
+    def post_load_weights(self) -> None:
+        """Splits kv_b_proj for the absorbed form: nothing more is loaded."""
+
+
+def test_sglang_takes_every_tensor_of_a_latent_drafter() -> None:
+    load_weights = method_of("kimi_k25_eagle3.py", "Eagle3DeepseekV2ForCausalLM")
+    drafter, vocab = make_mla_drafter(norm=NormFlags(fc_norm=True, norm_output=True)), make_vocab()
+    tensors, names = checkpoint_tensors(drafter, vocab), disk_names(drafter.config, "sglang")
+    model = SGLangLatentModel(drafter.config)
+    load_weights(model, [(names[key], tensor) for key, tensor in tensors.items()])
+    assert model.unset() == []
+    fused = model.loaded["model.midlayer.self_attn.fused_qkv_a_proj_with_mqa.weight", None]
+    parts = [tensors[f"midlayer.self_attn.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    assert torch.equal(fused, torch.cat(parts))
+    assert model.hot_token_id is not None
+    assert torch.equal(model.hot_token_id, vocab.target_ids)

@@ -1,5 +1,6 @@
 """The drafter: unroll against step-by-step decoding, attention against its definition, documents, alignment."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.contract import NormFlags
-from eagle3.drafter.attention import causal_document_mask, dense_unroll_attention, unroll_attention
+from eagle3.drafter.attention import Document, dense_unroll_attention, unroll_attention
 from eagle3.drafter.model import Drafter
+from eagle3.drafter.packing import Window, pack
 from eagle3.drafter.unroll import DraftCache, decode_step, unroll
 from tests.drafters import VOCAB, make_drafter, make_parts, make_sample
 
@@ -26,12 +28,11 @@ NORMS = [
 
 
 def unroll_one(drafter: Drafter, embedding: Tensor, ids: Tensor, aux: Tensor, start: int = 0) -> Tensor:
-    """One unpadded document -> hidden states [STEPS, R, H]."""
-    rows = len(aux)
-    ids = F.pad(ids, (0, rows + STEPS - len(ids)))
-    document, positions = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)[None]
-    embeds = F.embedding(ids[None], embedding)
-    return torch.cat(list(unroll(drafter, embeds, aux[None], document, positions, start=start, num_steps=STEPS)))
+    """One document -> hidden states [STEPS, R, H]."""
+    ids = F.pad(ids, (0, STEPS))
+    batch = pack([Window(ids, aux, start, len(aux))], STEPS)
+    batch.ids[batch.num_rows :] = ids[len(aux) + 1 : len(aux) + 1 + STEPS]
+    return torch.cat(list(unroll(drafter, embedding, batch, STEPS)))
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda n: ",".join(k for k, v in n.model_dump().items() if v) or "default")
@@ -64,72 +65,56 @@ def test_rows_before_the_start_are_context_and_change_nothing_else() -> None:
     torch.testing.assert_close(answer, everything[:, 5:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_later", [0, 1, 2])
-def test_the_merged_attention_and_its_gradients_equal_the_dense_definition(num_later: int) -> None:
+DOCUMENTS = {
+    "one": [Document(0, 9)],
+    "equal": [Document(0, 5)] * 3,
+    "unequal": [Document(0, 4), Document(0, 1), Document(0, 7), Document(0, 7)],
+    "with context": [Document(3, 4), Document(0, 2), Document(5, 1), Document(2, 6), Document(2, 6)],
+}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("num_later", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_merged_attention_and_its_gradients_equal_the_dense_definition(
+    documents: list[Document], kv_heads: int, num_later: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    batch, heads, kv_heads, columns, start, dim = 2, 6, 2, 13, 4, 8
-    rows = columns - start
+    rows, context, dim = sum(d.rows for d in documents), sum(d.context for d in documents), 8
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, requires_grad=True)
+    def random(heads: int, length: int) -> Tensor:
+        return torch.randn(1, length, heads, dim, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
 
-    q, k0, v0 = (
-        random(batch, heads, rows, dim),
-        random(batch, kv_heads, columns, dim),
-        random(batch, kv_heads, columns, dim),
-    )
-    later_k = [random(batch, kv_heads, rows, dim) for _ in range(num_later)]
-    later_v = [random(batch, kv_heads, rows, dim) for _ in range(num_later)]
-    document = torch.tensor([[-1, -1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, -1], [0] * 13])
-    mask = causal_document_mask(document, start)
+    shapes = [(6, rows), *[(kv_heads, rows)] * 2, *[(kv_heads, context)] * 2, *[(kv_heads, rows)] * 2 * num_later]
+    inputs = [random(*shape) for shape in shapes]
+    weight = torch.randn(1, 6, rows, dim, dtype=torch.float64)
 
-    merged = unroll_attention(q, k0, v0, later_k, later_v, mask)
-    dense = dense_unroll_attention(q, k0, v0, later_k, later_v, mask)
-    torch.testing.assert_close(merged, dense, atol=1e-6, rtol=1e-5)
-    weight = torch.randn_like(merged)
-    inputs = [q, k0, v0, *later_k, *later_v]
-    got = torch.autograd.grad((merged * weight).sum(), inputs)
-    expected = torch.autograd.grad((dense * weight).sum(), inputs)
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-4)
+    def results(attention: object, exact: bool) -> list[Tensor]:
+        q, k0, v0, ck, cv, *later = [x.double() for x in inputs] if exact else inputs
+        out = attention(q, k0, v0, ck, cv, later[:num_later], later[num_later:], documents)  # type: ignore[operator]
+        return [out, *torch.autograd.grad(out, inputs, weight.to(out.dtype))]
 
-
-def test_the_mask_lets_a_row_see_earlier_rows_of_its_own_document_only() -> None:
-    document = torch.tensor([[-1, 0, 0, 1, 1]])
-    expected = [
-        [1, 0, 0, 0, 0],  # padding sees padding: no softmax over nothing
-        [0, 1, 0, 0, 0],
-        [0, 1, 1, 0, 0],
-        [0, 0, 0, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
-    assert causal_document_mask(document, 0)[0, 0].int().tolist() == expected
-    assert causal_document_mask(document, 3)[0, 0].int().tolist() == expected[3:]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for got, wanted in zip(results(unroll_attention, False), results(dense_unroll_attention, True), strict=True):
+        assert got.dtype == dtype
+        difference = (got.double() - wanted.double()).norm()
+        assert difference <= tolerance * wanted.double().norm()
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
     drafter, embedding = make_drafter(), make_parts().embedding
     one, two = make_sample(num_rows=7, prompt=2, seed=1), make_sample(num_rows=9, prompt=2, seed=2)
     aux_one, aux_two = one.aux.clone().requires_grad_(), two.aux.clone().requires_grad_()
-    ids = torch.cat([one.input_ids[:-1], two.input_ids, torch.zeros(STEPS - 1, dtype=torch.int64)])
-    document = torch.tensor([[0] * 7 + [1] * 9])
-    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
-    packed = unroll(
-        drafter,
-        F.embedding(ids[None], embedding),
-        torch.cat([aux_one, aux_two])[None],
-        document,
-        positions,
-        start=0,
-        num_steps=STEPS,
-    )
-    steps = torch.cat(list(packed))  # [STEPS, 16, H]
-    alone = unroll_one(drafter, embedding, two.input_ids, two.aux)
-    for k in range(STEPS):  # rows whose tokens all lie inside the document
-        torch.testing.assert_close(steps[k, 7 : 16 - k], alone[k, : 9 - k], atol=1e-5, rtol=1e-5)
-    into_one, into_two = torch.autograd.grad(steps[:, 7:].square().sum(), (aux_one, aux_two), retain_graph=True)
-    assert into_one.abs().max() == 0
-    assert into_two.abs().max() > 0
+    for start in (0, 3):
+        batch = pack([Window(one.input_ids, aux_one, 2, 7), Window(two.input_ids, aux_two, start, 9)], STEPS)
+        steps = torch.cat(list(unroll(drafter, embedding, batch, STEPS)))  # [STEPS, N, H]
+        alone = unroll_one(drafter, embedding, two.input_ids, two.aux, start=start)
+        for k in range(STEPS):  # rows whose tokens all lie inside the document
+            torch.testing.assert_close(steps[k, 5 : 14 - k - start], alone[k, : 9 - k - start], atol=1e-5, rtol=1e-5)
+        into_one, into_two = torch.autograd.grad(steps[:, 5:].square().sum(), (aux_one, aux_two))
+        assert into_one.abs().max() == 0
+        assert into_two.abs().max() > 0
 
 
 def test_a_row_reads_the_next_token_and_never_the_one_that_it_predicts() -> None:
@@ -152,12 +137,11 @@ def test_a_row_reads_the_next_token_and_never_the_one_that_it_predicts() -> None
 
 def test_positions_turn_with_the_row_and_the_step() -> None:
     drafter, embedding, sample = make_drafter(), make_parts().embedding, make_sample(num_rows=6, prompt=2)
+    batch = pack([Window(sample.input_ids, sample.aux, 0, 6)], STEPS)
     with torch.no_grad():
-        embeds = F.embedding(F.pad(sample.input_ids, (0, STEPS)), embedding)[None]
-        document = torch.zeros(1, 6, dtype=torch.int64)
         outputs = [
-            torch.cat(list(unroll(drafter, embeds, sample.aux[None], document, positions, start=0, num_steps=STEPS)))
-            for positions in (torch.arange(6)[None], torch.arange(6)[None] + 100, torch.arange(6)[None] * 2)
+            torch.cat(list(unroll(drafter, embedding, replace(batch, positions=positions), STEPS)))
+            for positions in (torch.arange(6), torch.arange(6) + 100, torch.arange(6) * 2)
         ]
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=1e-4)  # rotary positions are relative
     assert (outputs[0] - outputs[2]).abs().max() > 1e-2

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from eagle3.contract import NormFlags
 from eagle3.conventions import EngineIds
 from eagle3.drafter.config import DrafterConfig, DrafterConfigError
+from eagle3.drafter.forms import Exported, engine_config, read_exported
 from eagle3.target.config import TargetConfig, read_config
 from tests.drafters import ENGINE_IDS, make_config
 
@@ -50,7 +51,7 @@ KIMI: dict[str, Any] = {
 
 
 def export(config: DrafterConfig) -> dict[str, Any]:
-    return config.to_engine_config(ENGINE_IDS, contract_sha256="f" * 64, dtype="float32")
+    return engine_config(config, ENGINE_IDS, contract_sha256="f" * 64, dtype="float32")
 
 
 def target_of(folder: Path, **config: Any) -> TargetConfig:
@@ -106,7 +107,7 @@ def test_an_impossible_shape_is_refused(change: dict[str, int], message: str) ->
 
 def test_the_config_leads_back_to_the_shape() -> None:
     config = make_config(norm=NormFlags(norm_before_fc=True, fc_norm=True, norm_output=True), rope_theta=5e5)
-    assert DrafterConfig.from_engine_config(export(config), where="config.json") == (config, ENGINE_IDS, "f" * 64)
+    assert read_exported(export(config), where="config.json") == Exported(config, ENGINE_IDS, "f" * 64, None)
 
 
 def test_transformers_reads_the_config_as_sglang_does() -> None:
@@ -127,7 +128,7 @@ def test_transformers_reads_the_config_as_sglang_does() -> None:
 def test_ids_of_another_number_than_slots_are_refused() -> None:
     ids = EngineIds(engine="sglang", version="0.5.23", model_class="LlamaForCausalLM", ids=(1, 3))
     with pytest.raises(DrafterConfigError, match=r"2 layer ids .* 3 slots"):
-        make_config().to_engine_config(ids, contract_sha256="f" * 64, dtype="float32")
+        engine_config(make_config(), ids, contract_sha256="f" * 64, dtype="float32")
 
 
 def test_a_norm_flag_that_sglang_does_not_know_is_not_exported() -> None:
@@ -139,13 +140,13 @@ def test_ids_that_were_edited_by_hand_are_found() -> None:
     config = export(make_config())
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [-1, 1, 3]
     with pytest.raises(DrafterConfigError, match=r"would capture \[-1, 1, 3\].*\[1, 3, 5\]"):
-        DrafterConfig.from_engine_config(config, where="config.json")
+        read_exported(config, where="config.json")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("architectures", ["LlamaForCausalLM"], "expected \\['LlamaForCausalLMEagle3'\\]"),
+        ("architectures", ["LlamaForCausalLM"], "expected one of LlamaForCausalLMEagle3"),
         ("eagle_config", None, "fall back to its default layers"),
         ("eagle_config", {"use_aux_hidden_state": True}, "fall back to its default layers"),
         ("eagle3_engine_ids", [1, 3, 5], "eagle3_engine_ids"),
@@ -155,12 +156,12 @@ def test_ids_that_were_edited_by_hand_are_found() -> None:
 )
 def test_a_damaged_config_is_named(key: str, value: object, message: str) -> None:
     with pytest.raises(DrafterConfigError, match=f"config.json.*{message}"):
-        DrafterConfig.from_engine_config({**export(make_config()), key: value}, where="config.json")
+        read_exported({**export(make_config()), key: value}, where="config.json")
 
 
-@pytest.mark.parametrize("key", ["head_dim", "rope_theta", "eagle3_engine_ids", "eagle3_contract_sha256"])
+@pytest.mark.parametrize("key", ["head_dim", "vocab_size", "rms_norm_eps", "target_hidden_size", "eagle3_engine_ids"])
 def test_a_config_without_a_key_is_named(key: str) -> None:
     config = export(make_config())
     del config[key]
     with pytest.raises(DrafterConfigError, match=f"'{key}' is missing"):
-        DrafterConfig.from_engine_config(config, where="config.json")
+        read_exported(config, where="config.json")

@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from eagle3.contract import NormFlags
 from eagle3.drafter.checkpoint import checkpoint_tensors
+from eagle3.drafter.forms import engine_config
+from eagle3.drafter.packing import Window, pack
 from eagle3.drafter.unroll import unroll
 from tests.drafters import ENGINE_IDS, HIDDEN, SLOTS, make_drafter, make_parts, make_sample, make_vocab
 
@@ -66,22 +68,13 @@ def sglang_forward(
 )
 def test_the_drafter_computes_what_sglang_computes(flags: NormFlags) -> None:
     drafter, parts, sample = make_drafter(norm=flags, rope_theta=500.0), make_parts(), make_sample(9, prompt=3)
-    config = LlamaConfig.from_dict(
-        drafter.config.to_engine_config(ENGINE_IDS, contract_sha256="f" * 64, dtype="float32")
-    )
+    config = LlamaConfig.from_dict(engine_config(drafter.config, ENGINE_IDS, contract_sha256="f" * 64, dtype="float32"))
     tensors = checkpoint_tensors(drafter, make_vocab())
     embeds = parts.embedding[sample.input_ids]
     logits, handed_on = sglang_forward(tensors, config, embeds[1:], sample.aux)
     with torch.no_grad():
-        (hidden,) = unroll(
-            drafter,
-            embeds[None],
-            sample.aux[None],
-            torch.zeros(1, 9, dtype=torch.int64),
-            torch.arange(9)[None],
-            start=0,
-            num_steps=1,
-        )
+        batch = pack([Window(sample.input_ids, sample.aux, 0, 9)], 1)
+        (hidden,) = unroll(drafter, parts.embedding, batch, 1)
         torch.testing.assert_close(drafter.logits(hidden)[0], logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(drafter.next_hidden(hidden)[0], handed_on, atol=1e-4, rtol=1e-4)
     assert hidden.shape == (1, 9, HIDDEN)

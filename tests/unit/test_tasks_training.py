@@ -11,10 +11,20 @@ from eagle3.evidence.report import Check, EvidenceReport
 from eagle3.evidence.standing import thresholds
 from eagle3.refs import DumpRef
 from eagle3.target import Target
+from eagle3.training.run import Progress
 from infra.settings import Settings
 from infra.store import open_store
 from tasks.results import TrainResult
-from tasks.training import NoReport, WrongTarget, check_target, memory_bytes, require_report, slow_reading
+from tasks.training import (
+    NoReport,
+    WrongTarget,
+    check_target,
+    few_samples,
+    memory_bytes,
+    require_report,
+    said,
+    slow_reading,
+)
 from tasks.validation import report_key
 from tests.dumps import capture, write_dump
 from tests.targets import make_llama
@@ -97,6 +107,19 @@ def test_a_dump_larger_than_the_memory_is_told_with_both_sizes() -> None:
     note = slow_reading(3440 * 10**9, 128 * 10**9)
     assert note is not None
     assert "3440.0 GB of states and this machine 128.0 GB of memory" in note
+
+
+def test_a_dump_smaller_than_advisable_is_told_with_its_figures() -> None:
+    assert few_samples(5000, 10**6) is None
+    note = few_samples(120, 30_000)
+    assert note is not None
+    assert "120 samples with 30000 answer tokens to learn, fewer than 5000" in note
+
+
+def test_a_line_of_progress_tells_loss_pace_and_acceptance() -> None:
+    now = Progress("train", 0.5, 3.0, 20, 1.2345, (0.5,), 2512.4, 2.345)
+    assert said(now) == "step 20, loss 1.234, 2512 tokens/s, held-out length 2.35"
+    assert said(Progress("prepare", 0.5, None)) == "prepare"
 
 
 def test_a_training_without_held_out_samples_claims_no_acceptance() -> None:

@@ -15,7 +15,8 @@ from eagle3.drafter.unroll import DraftCache, decode_step
 from eagle3.drafter.vocab import VocabMap
 from eagle3.training.config import TrainingConfig
 from eagle3.training.initialise import initialise
-from eagle3.training.loop import Progress, TrainResult, train
+from eagle3.training.loop import TrainResult, train
+from eagle3.training.run import Progress
 from eagle3.training.samples import TargetParts, TrainingError, TrainingSample
 from tests.drafters import (
     DRAFT_VOCAB,
