@@ -90,7 +90,7 @@ def test_prefect_shows_the_run_with_its_stages(page: Page, result: Any) -> None:
 
 def test_prefect_lists_the_deployments(page: Page, command: Command, result: Any) -> None:
     base = _address(command, "prefect")
-    page.open(f"{base}/deployments", "5 Deployments")
+    page.open(f"{base}/deployments", "7 Deployments")
     page.shows("extract", "validate", "train", "benchmark", "pipeline")
     page.keep("prefect-deployments")
 

@@ -10,6 +10,7 @@ from eagle3.conversations import GivenSettings, tokenize_given
 from eagle3.dump.answers import read_answers
 from eagle3.dump.manifest import Generation
 from eagle3.dump.reader import DumpReader
+from eagle3.evidence.head import FinalStateParts
 from eagle3.evidence.references import TargetReference
 from eagle3.evidence.validate import validate_dump
 from eagle3.prompts import load_prompts
@@ -20,7 +21,6 @@ from tasks.capture_session import Session, check_server
 from tasks.params import ExtractParams
 from tests.dumps import Capture, identity_of, unpassed, write_dump
 from tests.integration.conftest import capture_ids
-from tests.served import parts_of
 
 pytestmark = pytest.mark.integration
 
@@ -54,7 +54,7 @@ def test_rows_of_given_conversations_are_the_targets_own(
         read = (*conversation.input_ids, *given.output_ids[:-1])
         llama_server.client.answer(GenerateRequest(rid=rid, input_ids=read, max_new_tokens=1, tap=True))
         samples.append(session.sample(conversation, rid, given))
-    captured = Capture(tiny_llama, identity_of(tiny_llama), tuple(samples), parts_of(target), 1)
+    captured = Capture(tiny_llama, identity_of(tiny_llama), tuple(samples), FinalStateParts.of(target), 1)
     generation = Generation(source="given", max_new_tokens=None, given=settings)
     write_dump(captured, tmp_path / "dump", generation=generation, probe=False)
 

@@ -23,6 +23,7 @@ from infra.processes import MARK, marked
 from infra.settings import Settings
 from infra.sglang.doctor import DoctorItem
 from infra.stack import StackError, StackState
+from infra.stack_runs import while_locked
 from infra.store import open_store
 from tasks.doctor import examine_machine
 
@@ -119,6 +120,7 @@ def pids(settings: Settings) -> dict[str, int | None]:
     return {part.name: part.pid for part in stack.status(settings)}
 
 
+@while_locked
 def api(state: StackState, method: str, path: str, body: Any = None) -> Any:
     answer = httpx.request(method, f"{state.prefect_api_url}/{path}", json=body, timeout=30, trust_env=False)
     answer.raise_for_status()

@@ -56,7 +56,7 @@ def test_a_stored_dump_is_proven_and_a_damaged_one_refuted_by_object(
     report = verify_dump(URI, settings)
     assert (report.verdict, report.dump_sha256) == ("fail", manifest.digest())
     assert f"{URI}/{first.name} should have sha256 {first.sha256}" in report.checks[0].sentence
-    assert f"{URI}/{second.name} does not exist" in report.checks[0].sentence
+    assert f"{URI}/{second.name} is missing" in report.checks[0].sentence
     assert list((settings.root / "staging").iterdir()) == []
 
 
