@@ -52,12 +52,14 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return play_tiny(target, drafter, folder, prompts=PROMPTS)
 
 
+@pytest.mark.slow  # the demo and the tiny pipeline replay it in `make test`
 def test_the_wrong_fix_costs_acceptance_and_changes_no_text(short: Played) -> None:
     assert_served_as_trained(short, floor=1.9)
     assert_same_text(short)
     assert_costs(short, FIX)
 
 
+@pytest.mark.slow
 def test_the_cause_and_the_cure_of_the_wrong_fix_are_named(short: Played) -> None:
     assert_other_layers(short, FIX, ("embed", "layers.1", "layers.3"), cure="[1, 3, 5]")
 
