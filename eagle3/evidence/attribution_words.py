@@ -128,7 +128,11 @@ def misfit(sample: str, slot: SlotAttribution, error: float, explained: str | No
             f"sample {sample!r}: its rows of {slot.label} are {explained}, as the label says, and {slot.found} in the "
             "other samples: the capture changed between them (another server, another rank, a restart)"
         )
-    what = f"they are {explained}" if explained else "they fit no tensor of the target for these tokens"
+    nothing = (
+        "they fit no tensor of the target for these tokens: they are of another request, or rows before them are missing "
+        "or doubled (a prefix cache, chunked prefill)"
+    )
+    what = f"they are {explained}" if explained else nothing
     rows = "its rows" if share > 0.95 else f"{share:.0%} of its rows"
     return (
         f"sample {sample!r}: {rows} of {slot.label} are {error:.2g} from {slot.found.point}, which the slot is in "
