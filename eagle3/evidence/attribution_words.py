@@ -129,8 +129,8 @@ def misfit(sample: str, slot: SlotAttribution, error: float, explained: str | No
             "other samples: the capture changed between them (another server, another rank, a restart)"
         )
     nothing = (
-        "they fit no tensor of the target for these tokens: they are of another request, or rows before them are missing "
-        "or doubled (a prefix cache, chunked prefill)"
+        "they fit no tensor of the target for these tokens: they are of another request, or rows before them are "
+        "missing or doubled (a prefix cache, chunked prefill)"
     )
     what = f"they are {explained}" if explained else nothing
     rows = "its rows" if share > 0.95 else f"{share:.0%} of its rows"
