@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.console import NOT_CHECKED, REFUTED, AsJson, err, out, plain, print_json
+from flows.console import JUDGES, NOT_CHECKED, REFUTED, AsJson, checking, err, help_end, out, plain, print_json
 from infra.settings import Settings
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 checkpoint_app = typer.Typer(
     no_args_is_help=True,
     help="Look at drafters, our own and other people's, and write them in the form of another engine.\n\n"
-    "Exit codes: 0 proven, equal or done, 1 refuted or different, 3 could not be checked.",
+    "Exit codes: 0 proven, equal or done, 1 refuted or different, 2 wrong usage, 3 could not be checked.",
 )
 
 _WHERE = "A drafter: a folder with config.json and safetensors, or the s3:// prefix of one of ours."
@@ -41,10 +41,12 @@ Defaults = Annotated[
 
 @checkpoint_app.command(
     "inspect",
-    epilog="Examples:  [bold]eagle3 checkpoint inspect ./my-drafter[/bold]   ·   "
-    "[bold]eagle3 checkpoint inspect s3://eagle3/drafters/smollm2-demo/20261129-170000-1a2b3c4d[/bold]   ·   "
-    "[bold]eagle3 checkpoint inspect ./public-drafter --engine sglang --engine-version 0.5.23 --target models/llama "
-    "--json[/bold]",
+    epilog=help_end(
+        "eagle3 checkpoint inspect ./my-drafter",
+        "eagle3 checkpoint inspect s3://eagle3/drafters/smollm2-demo/20261129-170000-1a2b3c4d",
+        "eagle3 checkpoint inspect ./public-drafter --engine sglang --engine-version 0.5.23 --target models/llama",
+        exits=JUDGES,
+    ),
 )
 def inspect(
     drafter: Drafter,
@@ -68,8 +70,11 @@ def inspect(
 
 @checkpoint_app.command(
     "diff",
-    epilog="Examples:  [bold]eagle3 checkpoint diff ./for-sglang ./for-vllm[/bold]   ·   "
-    "[bold]eagle3 checkpoint diff ./before ./after --json[/bold]",
+    epilog=help_end(
+        "eagle3 checkpoint diff ./for-sglang ./for-vllm",
+        "eagle3 checkpoint diff ./before ./after --json",
+        exits="0 equal, 1 different or refuted, 2 wrong usage, 3 could not be checked",
+    ),
 )
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help=_WHERE)],
@@ -107,10 +112,13 @@ def diff(
 
 @checkpoint_app.command(
     "export",
-    epilog="Examples:  [bold]eagle3 checkpoint export ./my-drafter ./for-vllm --to vllm --to-version 0.33.0[/bold]  ·  "
-    "[bold]eagle3 checkpoint export ./my-drafter ./for-old-sglang --to sglang --to-version 0.5.12[/bold]   ·   "
-    "[bold]eagle3 checkpoint export ./public ./for-sglang --engine speculators --engine-version 0.9.0 "
-    "--target models/llama --to sglang --to-version 0.5.23[/bold]",
+    epilog=help_end(
+        "eagle3 checkpoint export ./my-drafter ./for-vllm --to vllm --to-version 0.33.0",
+        "eagle3 checkpoint export ./my-drafter ./for-old-sglang --to sglang --to-version 0.5.12",
+        "eagle3 checkpoint export ./public ./for-sglang --engine speculators --engine-version 0.9.0 "
+        "--target models/llama --to sglang --to-version 0.5.23",
+        exits="0 done, 1 refuted, 2 wrong usage, 3 could not be checked",
+    ),
 )
 def export(
     drafter: Drafter,
@@ -186,11 +194,13 @@ def _open(
     from infra.store import StoreError
     from tasks.drafters import drafter_at
 
+    with checking():  # what is asked, not what the drafter is
+        settings, asked = connect(Settings.load()), _target_config(target) if target else None
     try:
-        folder, source = drafter_at(named, connect(Settings.load())), None
+        folder, source = drafter_at(named, settings), None
         foreign = folder.is_dir() and not (folder / CONTRACT_NAME).exists()
-        if foreign and engine and version and target:
-            source = Source(engine, version, _target_config(target), accept_default_layers)
+        if foreign and engine and version and asked:
+            source = Source(engine, version, asked, accept_default_layers)
         elif foreign and (need_points or engine or version or target):
             raise typer.BadParameter(
                 f"{folder} has no {CONTRACT_NAME}: what its layer ids mean follows from --engine, --engine-version and "

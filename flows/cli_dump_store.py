@@ -12,7 +12,7 @@ import typer
 
 from eagle3.errors import Eagle3Error
 from flows.cli_dump import progress
-from flows.console import AsJson, checking, err, help_end, out, print_json
+from flows.console import NOT_CHECKED, AsJson, checking, err, help_end, out, print_json
 from infra.settings import Settings
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def prune(
             markup=False,
             soft_wrap=True,
         )
-        raise typer.Exit(3)
+        raise typer.Exit(NOT_CHECKED)
     with progress("removing") as on_progress:
         pruned = housekeeping.prune(dumps, rule, settings, force=force, really=yes, on_progress=on_progress)
     if as_json:

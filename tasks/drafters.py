@@ -11,10 +11,11 @@ from eagle3.refs import CheckpointRef
 from infra.settings import Settings
 from infra.store import open_store
 from tasks.artifacts import fetch_checkpoint
-from tasks.params import ParamsError, ParentParams
+from tasks.params import DrafterParams, ParamsError, ParentParams
 
 if TYPE_CHECKING:
     from eagle3.capture import CapturePoint
+    from eagle3.drafter.config import DrafterConfig
     from eagle3.drafter.opening import OpenedDrafter
     from eagle3.target import Target
 
@@ -34,6 +35,14 @@ def drafter_at(named: str, settings: Settings) -> Path:
     contract = DrafterContract.parse(data, where=f"{named}/{CONTRACT_NAME}")
     folder, _ = fetch_checkpoint(CheckpointRef(uri=named, sha256=contract.digest()), settings)
     return folder
+
+
+def new_config(drafter: DrafterParams, target: "Target", *, num_slots: int, draft_vocab_size: int) -> "DrafterConfig":
+    """The shape of a drafter that has no parent. DrafterConfigError where it fits no drafter of this target."""
+    from eagle3.drafter.config import DrafterConfig, MlaDrafterConfig
+
+    kind = MlaDrafterConfig if drafter.attention == "latent" else DrafterConfig
+    return kind.like_target(target, num_slots=num_slots, draft_vocab_size=draft_vocab_size, **drafter.overrides())
 
 
 def open_parent(

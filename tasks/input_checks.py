@@ -11,6 +11,7 @@ from eagle3.conventions import EngineIds, ids_of
 from infra.settings import Settings
 from infra.store import open_store
 from tasks.advice import data_advice
+from tasks.drafters import new_config
 from tasks.inputs import (
     PromptFile,
     check_limit,
@@ -46,15 +47,10 @@ def check_points(params: PipelineParams, *, version: str, model_class: str, num_
 
 
 def check_drafter(params: PipelineParams, target: "Target") -> None:
-    """DrafterConfigError where the drafter's own size fits no drafter of this target."""
-    from eagle3.drafter.config import DrafterConfig
-
-    DrafterConfig.like_target(
-        target,
-        num_slots=len(params.capture.aux),
-        draft_vocab_size=min(params.drafter.draft_vocab_size, target.vocab_size),
-        **params.drafter.overrides(),
-    )
+    """DrafterConfigError where the drafter's own size fits no drafter of this target. A parent brings its own shape."""
+    if params.parent is None:
+        size = min(params.drafter.draft_vocab_size, target.vocab_size)
+        new_config(params.drafter, target, num_slots=len(params.capture.aux), draft_vocab_size=size)
 
 
 def check_prompts(

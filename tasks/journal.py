@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eagle3.digests import sha256_json
 from eagle3.dump.manifest import EngineRecord, FileEntry, Generation, SampleRecord, ShardEntry
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, first_fault
 from infra.store import AlreadyExists, MissingObject, Store
-from tasks.params import MAX_PARTITIONS
+from tasks.fields import MAX_PARTITIONS
 
 FOLDER = "extraction"
 _CLAIM = re.compile(r"claim-(\d{6})\.json")
@@ -271,10 +271,9 @@ class Journal:
         try:
             return model.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the file"
+            field, what = first_fault(error)
             raise JournalError(
-                f"{self.store.uri_of(key)} is not what an extraction writes: {field}: {first['msg']}. It was changed, "
+                f"{self.store.uri_of(key)} is not what an extraction writes: {field}: {what}. It was changed, "
                 "or written by another version of this software: finish with that one, or start anew (resume: new)"
             ) from None
 

@@ -17,21 +17,11 @@ from eagle3.refs import CheckpointRef, DumpRef
 from eagle3.training.config import TrainingConfig
 from infra.sglang.launch import CPU_MAX_TOKENS
 from tasks.estimate import PlanParams
+from tasks.fields import Partitions, Resume, ShardMib, StagingMib
 from tasks.param_errors import NAME_PATTERN, fault_lines, with_points
 
 DEMO_TARGET = "smollm2"
 ALSO_PROMPTS = 24  # of each further prompt file
-MAX_PARTITIONS = 128
-Partitions = Annotated[
-    int,
-    Field(
-        ge=1,
-        le=MAX_PARTITIONS,
-        title="Partitions",
-        description="More than one: the prompts are split, each part is a flow run on the GPU workers' pool, and one "
-        "manifest is written over all. The extraction itself then runs in the other pool: extract/cpu",
-    ),
-]
 
 
 class ParamsError(Eagle3Error, ValueError):
@@ -170,21 +160,9 @@ class ExtractParams(_OfATarget):
     )
     answers: AnswerParams = AnswerParams()
     serving: ServingParams = ServingParams()
-    shard_mib: int = Field(1024, ge=1, title="Shard size", description="MiB")
-    staging_mib: int = Field(
-        16384,
-        ge=1,
-        title="Staging",
-        description="Most MiB of rows and shards on the worker's disk at once (at least two shards): no prompt is sent "
-        "while more would wait for the store",
-    )
-    resume: str = Field(
-        "auto",
-        pattern=r"^(auto|new|(s3|file)://.+)$",
-        title="Resume",
-        description="auto: go on with an unfinished extraction of this name that asked for the same; new: leave it and "
-        "begin anew; or the URI of the one to go on with",
-    )
+    shard_mib: ShardMib = 1024
+    staging_mib: StagingMib = 16384
+    resume: Resume = "auto"
     partitions: Partitions = 1
     plan: PlanParams = PlanParams()
 
@@ -251,6 +229,12 @@ class ParentParams(_Params):
     )
 
 
+Parent = Annotated[
+    ParentParams | None,
+    Field(title="Parent drafter", description="Start from its weights, shape and draft vocabulary"),
+]
+
+
 class TrainParams(_Params):
     """Trains an EAGLE-3 drafter on a dump whose report passed."""
 
@@ -260,9 +244,7 @@ class TrainParams(_Params):
     dump: DumpRef
     target: TargetParams = TargetParams()
     drafter: DrafterParams = DrafterParams()
-    parent: ParentParams | None = Field(
-        None, title="Parent drafter", description="Start from its weights, shape and draft vocabulary"
-    )
+    parent: Parent = None
     training: TrainingConfig = TrainingConfig()
     heldout_samples: int = Field(
         8, ge=0, title="Samples of the simulation", description="Taken out of the dump; at most a fifth of it"
@@ -322,11 +304,12 @@ class PipelineParams(_OfATarget):
     capture: CaptureSpec = ExtractParams.model_fields["capture"].default
     answers: AnswerParams = AnswerParams()
     serving: ServingParams = ServingParams()
+    shard_mib: ShardMib = 1024
+    staging_mib: StagingMib = 16384
+    resume: Resume = "auto"
     partitions: Partitions = 1
     drafter: DrafterParams = DrafterParams()
-    parent: ParentParams | None = Field(
-        None, title="Parent drafter", description="Start from its weights, shape and draft vocabulary"
-    )
+    parent: Parent = None
     training: TrainingConfig = TrainingConfig()
     spec: SpecSettings = SpecSettings.chain(3)
     mismatch: MismatchParams | None = MismatchParams()
@@ -376,7 +359,7 @@ class PipelineParams(_OfATarget):
             raise ParamsError(f"{where}: not the pipeline's parameters:{lines}") from None
 
     def extraction(self) -> ExtractParams:
-        shared = {"name", "target", "prompts", "capture", "answers", "serving", "partitions", "plan"}
+        shared = ExtractParams.model_fields.keys()
         return ExtractParams(**{field: getattr(self, field) for field in shared})
 
     def validation(self, dump: DumpRef) -> ValidateParams:

@@ -14,11 +14,12 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eagle3.digests import sha256_bytes, sha256_json
-from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
+from eagle3.dump.manifest import MANIFEST_NAME, Manifest
 from eagle3.errors import Eagle3Error
 from eagle3.prompts import TokenizedPrompt
 from infra.settings import Settings
 from infra.store import AlreadyExists, MissingObject, Store, StoreError, open_store
+from tasks.artifacts import read_manifest
 from tasks.inputs import prompts_sha256
 from tasks.journal import Beat, Claim, Journal, JournalError, Served, ShardDone
 from tasks.params import ExtractParams, PartitionParams
@@ -286,10 +287,7 @@ def _take(
         if different := differences(last.asked, asked):
             raise ResumeRefused(_other_spec(store.uri, different))
         if store.exists(MANIFEST_NAME):
-            manifest = Manifest.parse(
-                store.get_bytes(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES), where=store.uri_of(MANIFEST_NAME)
-            )
-            return Extraction(name, store, last, committed=manifest)
+            return Extraction(name, store, last, committed=read_manifest(store.uri, store))
         if is_at_work(journal, last, on_note):
             raise ResumeRefused(
                 f"{store.uri} is being extracted by process {last.pid} on {last.host}: two extractions cannot write to "

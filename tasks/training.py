@@ -15,10 +15,12 @@ from eagle3.conventions import ids_of
 from eagle3.digests import sha256_json
 from eagle3.errors import Eagle3Error
 from eagle3.refs import CheckpointRef, DumpRef
+from eagle3.training.config import RESUME_MAY_CHANGE
 from infra.settings import Settings
 from infra.store import MissingObject
+from tasks.advice import few_samples
 from tasks.artifacts import drafter_folder, keep, publish_checkpoint
-from tasks.drafters import open_parent
+from tasks.drafters import new_config, open_parent
 from tasks.params import TrainParams
 from tasks.progress import StageProgress
 from tasks.provenance import link_mlflow_run, prefect_run_url
@@ -34,9 +36,6 @@ if TYPE_CHECKING:
     from eagle3.training.run import Progress
     from eagle3.training.trainer import StepRecord
     from infra.lineage import TrainingRecord
-
-
-ADVISABLE_SAMPLES = 5000
 
 
 class NoReport(Eagle3Error):
@@ -91,7 +90,7 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
     import torch
 
     from eagle3.drafter.checkpoint import checkpoint_tensors, contract_for, save_checkpoint, weights_digest
-    from eagle3.drafter.config import DrafterConfig, MlaDrafterConfig
+    from eagle3.drafter.config import MlaDrafterConfig
     from eagle3.drafter.vocab import VocabMap, count_tokens
     from eagle3.training.dump_samples import split
     from eagle3.training.loop import train
@@ -119,7 +118,6 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
             "what the target would accept; the benchmark does"
         )
     counts = count_tokens(samples.tokens(), target.vocab_size)
-    config: DrafterConfig
     if params.parent:
         parent = open_parent(params.parent, manifest.spec.aux, target, settings)
         for remark in parent.notes:
@@ -131,13 +129,12 @@ def train_drafter(params: TrainParams, report: "EvidenceReport", settings: Setti
             min(params.drafter.draft_vocab_size, target.vocab_size),
             fill_from=count_tokens(((ids, ~mask) for ids, mask in samples.tokens()), target.vocab_size),
         )
-        config = (MlaDrafterConfig if params.drafter.attention == "latent" else DrafterConfig).like_target(
-            target, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab), **params.drafter.overrides()
-        )
+        config = new_config(params.drafter, target, num_slots=len(manifest.spec.aux), draft_vocab_size=len(vocab))
         first = None
-    if note := few_samples(len(samples), int(counts.sum())):
+    if note := few_samples(len(samples)):
         get_run_logger().warning(note)
-    states = settings.root / "training" / sha256_json(params.model_dump(mode="json"))[:32]  # the same flow run again
+    same = params.model_dump(mode="json", exclude={"threads": True, "training": set(RESUME_MAY_CHANGE)})
+    states = settings.root / "training" / sha256_json(same)[:32]
     with StageProgress("train", "percent") as progress:
         progress.begin("preparing", total=100)
 
@@ -217,17 +214,6 @@ def slow_reading(dump_bytes: int, memory: int) -> str | None:
     return (
         f"the dump has {dump_bytes / 1e9:.1f} GB of states and this machine {memory / 1e9:.1f} GB of memory: every "
         "pass over the samples reads them from the disk again. A fast local disk under EAGLE3_HOME decides the pace."
-    )
-
-
-def few_samples(samples: int, tokens: int) -> str | None:
-    """What to say of a dump that is smaller than advisable; None of one that is not."""
-    if samples >= ADVISABLE_SAMPLES:
-        return None
-    return (
-        f"the dump has {samples} samples with {tokens} answer tokens to learn, fewer than {ADVISABLE_SAMPLES}, which "
-        "were reported as too few for general text (speculators issue 751). Expect acceptance on text of this "
-        "kind only; extract more prompts for a drafter of general use"
     )
 
 

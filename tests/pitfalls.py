@@ -168,7 +168,7 @@ MISTAKES: tuple[Mistake, ...] = (
         ORDER,
         lambda s: s.write(lambda x: dict.fromkeys(s.spec.aux, x.states[s.low])),
         "attribution",
-        _says("hold one tensor"),
+        _says("hold one tensor", "how the concatenated states are split into slots"),
     ),
     Mistake(
         "one slot three times, seen exactly",
@@ -279,9 +279,15 @@ MISTAKES: tuple[Mistake, ...] = (
         MISSING,
         answers_empty,
         "attribution",
-        lambda s: tuple(f"{p} holds {p}, but not in the rows of the answers" for p in s.spec.aux),
+        lambda s: (*(f"{p} holds {p}, but not in the rows of the answers" for p in s.spec.aux), "(prefill, decode)"),
     ),
-    Mistake("the slots of all answers empty, seen exactly", MISSING, answers_empty, "finite", _says("but zeros in")),
+    Mistake(
+        "the slots of all answers empty, seen exactly",
+        MISSING,
+        answers_empty,
+        "finite",
+        _says("but zeros in", "was never filled"),
+    ),
     Mistake(
         "the slots of all answers from the next layer",
         MISSING,
@@ -289,7 +295,13 @@ MISTAKES: tuple[Mistake, ...] = (
         "attribution",
         lambda s: (f"{s.low} holds", str(later(s.low, 1)), "from two paths of the server (prefill, decode)"),
     ),
-    Mistake("rows of other tokens behind a chunk's end", MISSING, behind_a_chunk, "attribution", _says("fit n")),
+    Mistake(
+        "rows of other tokens behind a chunk's end",
+        MISSING,
+        behind_a_chunk,
+        "attribution",
+        _says("fit n", "chunked prefill"),
+    ),
     Mistake("a tenth of the rows empty", MISSING, some_rows(0.1, zeros), "finite", _says("was never filled")),
     Mistake("two fifths of the rows empty", MISSING, some_rows(0.4, zeros), "attribution", _says("were overwritten")),
     Mistake(
@@ -297,7 +309,10 @@ MISTAKES: tuple[Mistake, ...] = (
         MISSING,
         some_rows(0.25, next_layer),
         "attribution",
-        lambda s: tuple(f"the others hold {later(p, 1)}" for p in (s.low, s.mid)),
+        lambda s: (
+            *(f"the others hold {later(p, 1)}" for p in (s.low, s.mid)),
+            "or mixed with those of other requests",
+        ),
     ),
     Mistake(
         "a quarter of the rows of other tokens",

@@ -6,8 +6,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eagle3.digests import canonical_json, sha256_file
-from eagle3.dump.files import check_size, inside, publish
+from eagle3.dump.files import named_file, publish
 from eagle3.dump.manifest import DumpError, FileEntry, SampleRecord, ShardEntry
+from eagle3.errors import first_fault
 
 MAX_LINE_BYTES = 64 * 2**20
 
@@ -68,19 +69,15 @@ def read_answers(folder: Path, shard: ShardEntry) -> list[KeptAnswers]:
     """
     if shard.answers is None:
         return []
-    path = inside(folder, shard.answers.name)
-    check_size(path, shard.answers.bytes)
-    if sha256_file(path) != shard.answers.sha256:
-        raise DumpError(f"{path} is not the file that the manifest names: its sha256 differs. Fetch the dump again")
+    path = named_file(folder, shard.answers)
     kept: list[KeptAnswers] = []
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             try:
                 kept.append(KeptAnswers.model_validate_json(line))
             except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                field = ".".join(str(part) for part in first["loc"]) or "the line"
-                raise DumpError(f"{path}, line {len(kept) + 1}: {field}: {first['msg']}") from None
+                field, what = first_fault(error, "the line")
+                raise DumpError(f"{path}, line {len(kept) + 1}: {field}: {what}") from None
     if len(kept) != shard.samples:
         raise DumpError(f"{path} holds answers of {len(kept)} samples; {shard.name} has {shard.samples}")
     return kept

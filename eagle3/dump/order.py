@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eagle3.digests import sha256_json
 from eagle3.dump.manifest import DumpError, Manifest, Sha256
+from eagle3.errors import first_fault
 
 BLOCK_BYTES = 64 * 2**20
 WINDOW_BLOCKS = 8
@@ -39,8 +40,8 @@ class Cursor(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise DumpError(f"{where} is no cursor of a dump's order: {first['msg']}. Begin the epoch again") from None
+            _, what = first_fault(error)
+            raise DumpError(f"{where} is no cursor of a dump's order: {what}. Begin the epoch again") from None
 
 
 @dataclass(frozen=True)

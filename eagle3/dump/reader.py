@@ -142,12 +142,17 @@ class DumpReader:
 
 def _expected_manifest(folder: Path, expect_sha256: str | None) -> Manifest:
     manifest = read_manifest(folder)
+    check_expected(manifest, expect_sha256, str(folder))
+    return manifest
+
+
+def check_expected(manifest: Manifest, expect_sha256: str | None, where: str) -> None:
+    """A DumpError where a digest was asked for and the manifest has another."""
     if expect_sha256 is not None and manifest.digest() != expect_sha256:
         raise DumpError(
-            f"{folder} holds another dump than asked for: expected manifest digest {expect_sha256}, found "
+            f"{where} holds another dump than asked for: expected manifest digest {expect_sha256}, found "
             f"{manifest.digest()}. Use the reference that the extraction returned"
         )
-    return manifest
 
 
 def read_records(folder: Path, manifest: Manifest) -> list[SampleRecord]:

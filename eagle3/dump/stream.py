@@ -14,7 +14,7 @@ from eagle3.dump.cache import BlockCache
 from eagle3.dump.content import DTYPES, loss_mask, sample_digest
 from eagle3.dump.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, DumpError, Manifest, SampleRecord, ShardEntry
 from eagle3.dump.order import samples_per_block
-from eagle3.dump.reader import Sample, parse_records
+from eagle3.dump.reader import Sample, check_expected, parse_records
 from eagle3.dump.shard_layout import HEADER_FETCH, ShardLayout, header_end, parse_layout, row_widths
 from eagle3.dump.source import ByteSource
 from eagle3.dump.writer import INPUT_IDS, LOSS_MASK
@@ -243,11 +243,7 @@ def _read_index(source: ByteSource, expect_sha256: str | None) -> tuple[Manifest
     if size > MAX_MANIFEST_BYTES:
         raise DumpError(f"{where}: a manifest of {size} bytes is refused (limit {MAX_MANIFEST_BYTES})")
     manifest = Manifest.parse(source.read(MANIFEST_NAME, 0, size), where=where)
-    if expect_sha256 is not None and manifest.digest() != expect_sha256:
-        raise DumpError(
-            f"{source.where} holds another dump than asked for: expected manifest digest {expect_sha256}, found "
-            f"{manifest.digest()}. Use the reference that the extraction returned"
-        )
+    check_expected(manifest, expect_sha256, source.where)
     entry = manifest.samples
     if entry.bytes > _MAX_SAMPLES_BYTES:
         raise DumpError(f"{source.where}/{entry.name}: {entry.bytes} bytes are refused (limit {_MAX_SAMPLES_BYTES})")

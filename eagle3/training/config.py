@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+RESUME_MAY_CHANGE = frozenset({"save_every", "keep_states", "parallel"})
+
 
 class TrainingConfig(BaseModel):
     """Settings of the training. The defaults are the recipe that was measured on SmolLM2-135M within minutes."""

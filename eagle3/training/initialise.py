@@ -42,8 +42,9 @@ def initialise(
     """Set every weight; returns the names of those taken from the target.
 
     Head and final norm always come from the target. `warm_start` makes fc pass its last slot through (the deepest, if
-    they are in order) with a little of everything, and copies the target's last layer where names and shapes fit; for
-    targets of another build (MLA, experts) the rest stays random. Raises TrainingError where nothing of it fits.
+    they are in order) with a little of everything, and copies the target's last layer where names and shapes fit; a
+    part of another kind (a Llama drafter of an MLA target, experts) stays random. Raises TrainingError where nothing
+    of it fits.
     """
     for name, parameter in drafter.named_parameters():
         if parameter.dim() == 2:

@@ -16,7 +16,7 @@ from eagle3.drafter.mla import build_drafter
 from eagle3.drafter.model import Drafter
 from eagle3.drafter.vocab import VocabMap
 from eagle3.dump.prefetch import Prefetch
-from eagle3.training.config import TrainingConfig
+from eagle3.training.config import RESUME_MAY_CHANGE, TrainingConfig
 from eagle3.training.draws import Drawing, full_shuffle
 from eagle3.training.initialise import initialise, sha256_weights, take_weights
 from eagle3.training.loss import valid_states
@@ -32,8 +32,6 @@ from eagle3.training.samples import (
     check_sample,
 )
 from eagle3.training.trainer import StepRecord, Trainer
-
-_FREE = {"save_every", "keep_states", "parallel"}  # settings that a resume may change
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,8 @@ def train(
         run = Run(
             trainer, samples, valid[0].masks, heldout, vocab, states,
             sha256_json([
-                config.model_dump(mode="json", exclude=_FREE), drafter_config.model_dump(mode="json"), vocab.digest(),
-                first_weights, streams[0].order.digest, valid[0].ids, valid[1].ids,
+                config.model_dump(mode="json", exclude=set(RESUME_MAY_CHANGE)), drafter_config.model_dump(mode="json"),
+                vocab.digest(), first_weights, streams[0].order.digest, valid[0].ids, valid[1].ids,
             ]),
         )  # fmt: skip
         prepared = time.perf_counter() - started

@@ -77,7 +77,8 @@ def load_state(folder: Path, run: str) -> tuple[TrainingState, dict[str, Tensor]
 
     A damaged state is passed over for the one before it.
     """
-    shutil.rmtree(folder / f".partial-{os.getpid()}", ignore_errors=True)
+    for left in folder.glob(".partial-*"):  # of killed processes: resuming comes before any of ours is written
+        shutil.rmtree(left, ignore_errors=True)
     faults = []
     for place in reversed(_states(folder)):
         try:

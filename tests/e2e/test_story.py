@@ -52,7 +52,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return play_tiny(target, drafter, folder, prompts=PROMPTS)
 
 
-@pytest.mark.slow  # the demo and the tiny pipeline replay it in `make test`
+@pytest.mark.slow  # the tiny pipeline serves the wrong list in `make test`, the demo in `make test-all`
 def test_the_wrong_fix_costs_acceptance_and_changes_no_text(short: Played) -> None:
     assert_served_as_trained(short, floor=1.9)
     assert_same_text(short)

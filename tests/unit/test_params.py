@@ -128,3 +128,9 @@ def test_every_field_of_the_form_has_a_title_and_most_a_description() -> None:
         fields += _fields(definition, {})
     untitled = [name for name, field in fields if "title" not in field and "$ref" not in field and "anyOf" not in field]
     assert not untitled
+
+
+def test_a_pipeline_hands_every_setting_of_an_extraction_on() -> None:
+    given = {"resume": "new", "shard_mib": 3, "staging_mib": 7, "partitions": 2, "name": "some"}
+    extraction = PipelineParams.model_validate(given).extraction()
+    assert {field: getattr(extraction, field) for field in given} == given

@@ -14,12 +14,12 @@ from eagle3.target import Target
 from eagle3.training.run import Progress
 from infra.settings import Settings
 from infra.store import open_store
+from tasks.advice import few_samples
 from tasks.results import TrainResult
 from tasks.training import (
     NoReport,
     WrongTarget,
     check_target,
-    few_samples,
     memory_bytes,
     require_report,
     said,
@@ -110,10 +110,10 @@ def test_a_dump_larger_than_the_memory_is_told_with_both_sizes() -> None:
 
 
 def test_a_dump_smaller_than_advisable_is_told_with_its_figures() -> None:
-    assert few_samples(5000, 10**6) is None
-    note = few_samples(120, 30_000)
+    assert few_samples(5000) is None
+    note = few_samples(120)
     assert note is not None
-    assert "120 samples with 30000 answer tokens to learn, fewer than 5000" in note
+    assert "120 training prompts are fewer than 5000" in note
 
 
 def test_a_line_of_progress_tells_loss_pace_and_acceptance() -> None:
