@@ -12,7 +12,7 @@ from eagle3.errors import Eagle3Error
 from flows import cli_dump_store, cli_layers, cli_plan, cli_probe
 from flows.cli_checkpoint import checkpoint_app
 from flows.cli_dump import dump_app
-from flows.console import DOES, AsJson, Config, Prompts, err, help_end, out, print_json, telling
+from flows.console import DOES, AsJson, Config, Prompts, err, help_end, out, plain, print_json, telling
 from infra.quiet import quiet_libraries
 from infra.settings import Settings
 
@@ -171,6 +171,7 @@ def lineage(
     as_json: AsJson = False,
 ) -> None:
     """Walk from a registered drafter back to the tensors that it was trained on."""
+    from eagle3.evidence.standing import contract_standing
     from infra.lineage import Lineage, render
     from infra.stack import connect
 
@@ -178,10 +179,13 @@ def lineage(
     if not name or not which:
         raise typer.BadParameter(f"expected NAME@ALIAS or NAME@VERSION, got {drafter!r}")
     tree = Lineage(connect(Settings.load()).mlflow_uri()).walk(name, which)
+    stands = contract_standing(tree.drafter.contract)
     if as_json:
-        print_json(tree.model_dump(mode="json"))
+        print_json(tree.model_dump(mode="json") | {"evidence_current": stands.current, "evidence": stands.reason})
     else:
         out.print(render(tree))
+        stale = "" if stands.current else "careful, stale evidence: "
+        out.print(plain(f"{stale}{stands.reason}"), markup=False, soft_wrap=True)
 
 
 @app.command(

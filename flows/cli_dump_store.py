@@ -54,6 +54,7 @@ def show(
     from infra.stack import connect
     from infra.store import open_store
     from tasks.artifacts import read_manifest
+    from tasks.housekeeping import users_of
 
     settings = connect(Settings.load())
     with checking():
@@ -63,8 +64,7 @@ def show(
         print_json({"uri": store.uri, "sha256": manifest.digest(), "manifest": manifest.model_dump(mode="json")})
         return
     uses, unknown = _uses(settings)
-    users = [str(use) for use in uses if store.uri == use.uri.rstrip("/") or use.sha256 == manifest.digest()]
-    print_manifest(store.uri, manifest, list(dict.fromkeys(users)), unknown, out)
+    print_manifest(store.uri, manifest, users_of(store.uri, manifest.digest(), uses), unknown, out)
 
 
 def copy(

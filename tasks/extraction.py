@@ -35,7 +35,6 @@ from tasks.inputs import (
     ROW_BYTES,
     bytes_per_token,
     check_lengths,
-    check_room,
     most_bytes,
     partitioned,
     prompt_parts,
@@ -61,6 +60,7 @@ from tasks.resume import (
     check_same_server,
     end,
 )
+from tasks.room import refuse_lacking, staging_room
 from tasks.serving import capture_config, log_path
 from tasks.targets import open_target
 
@@ -187,9 +187,13 @@ def _capture(job: Job, settings: Settings, dtype: str) -> "tuple[Served, list[Sh
     to_do = [prompt for prompt in job.prompts if prompt.id not in extraction.done_ids]
     announce_extraction(params, to_do or job.prompts, per_token, settings, get_run_logger().info)
     most = most_bytes(job.prompts, params.answers.max_new_tokens, per_token)
-    check_room(job.work, min(2 * most, bounds.staging_bytes))  # rows, and the shards that are made of them
+    refuse_lacking(
+        [staging_room(job.work, min(2 * most, bounds.staging_bytes))]
+    )  # rows, and the shards that are made of them
     with _serving(job, settings) as (server, ids, staging):
-        check_room(staging, min(most, bounds.staging_bytes))  # an attached server's may be another disk
+        refuse_lacking(
+            [staging_room(staging, min(most, bounds.staging_bytes))]
+        )  # an attached server's may be another disk
         info = server.client.server_info()
         check_weights(info, server.client.model_info(), job.target)
         source = check_server(info, ids, params.answers.source)

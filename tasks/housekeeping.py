@@ -101,10 +101,13 @@ def find_dumps(root: str, settings: Settings) -> list[StoredDump]:
 
 def with_users(dumps: Sequence[StoredDump], uses: "Sequence[DumpUse]") -> list[StoredDump]:
     """The same with the registered drafters that name them, by URI or by the manifest's digest."""
-    return [
-        dump.model_copy(update={"used_by": tuple(dict.fromkeys(str(use) for use in uses if _names(use, dump)))})
-        for dump in dumps
-    ]
+    return [dump.model_copy(update={"used_by": users_of(dump.uri, dump.sha256, uses)}) for dump in dumps]
+
+
+def users_of(uri: str, sha256: str | None, uses: "Sequence[DumpUse]") -> tuple[str, ...]:
+    """Who names this dump, by URI or by the manifest's digest (None: it has no manifest)."""
+    found = (use for use in uses if use.uri.rstrip("/") == uri or (sha256 is not None and use.sha256 == sha256))
+    return tuple(dict.fromkeys(map(str, found)))
 
 
 def dump_uses(settings: Settings) -> "tuple[DumpUse, ...]":
@@ -233,10 +236,6 @@ def _is_named(key: str, manifest: Manifest) -> bool:
 def _is_ours(key: str) -> bool:
     journal = _JOURNAL_FILE.fullmatch(key)
     return (journal is not None and journal[1] is None) or _OURS.fullmatch(key) is not None
-
-
-def _names(use: "DumpUse", dump: StoredDump) -> bool:
-    return use.uri.rstrip("/") == dump.uri or (dump.sha256 is not None and use.sha256 == dump.sha256)
 
 
 def _parent(key: str) -> str:

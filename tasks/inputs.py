@@ -1,6 +1,5 @@
 """The parts of the checks before a server starts: prompts that fit, layer ids, a store that works, enough disk."""
 
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from eagle3.capture import CaptureError, CaptureSpec
 from eagle3.conventions import EngineIds, ids_of
 from eagle3.conversations import tokenize_given
 from eagle3.digests import sha256_ids, sha256_json
-from eagle3.errors import Eagle3Error
 from eagle3.prompts import Prompt, PromptError, TokenizedPrompt, load_prompts, split_prompts, tokenize
 from infra.settings import Settings
 from infra.sglang.installed import sglang_version
@@ -30,10 +28,6 @@ ROW_BYTES = 9  # beside the states: an int64 token id and a mask
 _TOUCHED = "checks/writable.txt"
 # SGLang's longest request, prompt and answer, has this many tokens more than its max_req_input_len (tp_worker.py).
 _INPUT_MARGIN = 5
-
-
-class NoRoom(Eagle3Error):
-    """A disk that is too small for what is about to be written."""
 
 
 @dataclass(frozen=True)
@@ -256,20 +250,6 @@ def most_bytes(prompts: Sequence[TokenizedPrompt], max_new_tokens: int, per_toke
     """Upper bound of a dump: every prompt's tokens and the longest answer, whose last token has no row."""
     rows = sum(len(prompt.input_ids) + prompt.most_answer_tokens(max_new_tokens) - 1 for prompt in prompts)
     return rows * (per_token + ROW_BYTES)
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """NoRoom where the disk of `folder` has less than `needed` bytes free.
-
-    Rows wait in the staging folder while a shard is uploaded, so a slow store can hold all of them here at once.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise NoRoom(
-            f"the captured states may need {needed / 1e9:.2f} GB at {folder}, {free / 1e9:.2f} GB are free: "
-            f"{(needed - free) / 1e9:.2f} GB lack. Free them, set EAGLE3_HOME to a larger disk, or take fewer prompts "
-            "(prompts.num_train) or shorter answers (answers.max_new_tokens)."
-        )
 
 
 def touch_store(store: Store) -> None:

@@ -14,9 +14,9 @@ from infra.sglang.launch import LaunchPlan, launch_plan, resolve_device
 from tasks.advice import data_advice, passes_over
 from tasks.estimate import Estimate, PromptTokens, estimate, most_staged
 from tasks.input_checks import check_drafter, check_points, check_prompts
-from tasks.inputs import ROW_BYTES, NoRoom, bytes_per_token, plan_version, reads_again, states_dtype
+from tasks.inputs import ROW_BYTES, bytes_per_token, plan_version, reads_again, states_dtype
 from tasks.params import DEMO_TARGET, ExtractParams, PipelineParams, TargetShape
-from tasks.room import Room, refuse_lacking, staging_elsewhere, staging_room, store_rooms
+from tasks.room import NoRoom, Room, refuse_lacking, staging_elsewhere, staging_room, store_rooms
 from tasks.serving import capture_config
 from tasks.targets import open_target, target_folder
 

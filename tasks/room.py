@@ -9,10 +9,14 @@ from urllib.request import url2pathname
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from eagle3.errors import Eagle3Error
 from infra.settings import Settings
 from infra.store import StoreError, open_store
 from tasks.estimate import size
-from tasks.inputs import NoRoom
+
+
+class NoRoom(Eagle3Error):
+    """A disk that is too small for what is about to be written."""
 
 
 class Room(BaseModel):

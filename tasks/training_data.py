@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from eagle3.refs import DumpRef
 from infra.settings import Settings
 from tasks.artifacts import dump_folder, fetch_dump, named_dump
-from tasks.inputs import NoRoom
+from tasks.room import NoRoom
 
 if TYPE_CHECKING:
     from eagle3.dump.reader import SampleReader

@@ -7,7 +7,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eagle3.contract import NormFlags
+from eagle3.contract import DrafterContract, NormFlags
 from eagle3.drafter.opening import OpenedDrafter
 from eagle3.drafter.tensors import checkpoint_tensors, weights_digest
 
@@ -64,7 +64,7 @@ def describe(opened: OpenedDrafter) -> DrafterDescription:
         dump=contract.dump_uri if contract else None,
         report_sha256=contract.report_sha256 if contract else None,
         tensors={name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())},
-        notes=opened.notes,
+        notes=(*opened.notes, *_stale(contract)),
     )
 
 
@@ -89,6 +89,16 @@ class Diff:
     @property
     def same(self) -> bool:
         return not self.differences
+
+
+def _stale(contract: DrafterContract | None) -> tuple[str, ...]:
+    """What to say of a contract that rests on a report of other checks or thresholds than today's."""
+    if contract is None:
+        return ()
+    from eagle3.evidence.standing import contract_standing
+
+    found = contract_standing(contract)
+    return () if found.current else (f"its evidence is stale: {found.reason}",)
 
 
 def diff(a: OpenedDrafter, b: OpenedDrafter) -> Diff:

@@ -45,7 +45,9 @@ def test_lineage_leads_from_the_alias_to_the_dump(command: Command, result: Any)
     assert result["extracted"]["dump"]["uri"] in tree
     assert result["extracted"]["dump"]["sha256"] in tree
     assert "layers.5" in tree
+    assert json.loads(tree)["evidence_current"] is True
     shown = command.run("lineage", "eagle3-tiny@1").stdout
+    assert "was made by check set" in shown
     assert result["extracted"]["dump"]["uri"] in shown
 
 

@@ -15,9 +15,10 @@ from infra.settings import Settings
 from infra.store import open_store
 from tasks.advice import data_advice
 from tasks.estimate import PlanParams, PromptTokens, duration, estimate, size
-from tasks.inputs import NoRoom, prompt_parts
+from tasks.inputs import prompt_parts
 from tasks.params import AnswerParams, ExtractParams, PipelineParams, PromptParams
 from tasks.planning import announce_extraction
+from tasks.room import NoRoom
 from tests.command import eagle3
 from tests.targets import CONTEXT
 

@@ -21,11 +21,9 @@ from infra.sglang.launch import ServerConfig, launch_plan
 from infra.store import StoreError, open_store
 from tasks.input_checks import check_inputs
 from tasks.inputs import (
-    NoRoom,
     PromptFile,
     bytes_per_token,
     check_lengths,
-    check_room,
     further_prompts,
     most_bytes,
     named_apart,
@@ -35,6 +33,7 @@ from tasks.inputs import (
 )
 from tasks.params import AnswerParams, PipelineParams, PromptParams, ServingParams
 from tasks.planning import plan_pipeline
+from tasks.room import NoRoom, refuse_lacking, staging_room
 from tests.targets import CONTEXT
 
 pytestmark = pytest.mark.unit
@@ -231,9 +230,9 @@ def test_the_bound_of_a_dump_counts_every_row(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small_is_refused_by_how_much_it_lacks(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    check_room(tmp_path, free // 2)
-    with pytest.raises(NoRoom, match=r"(?s)GB are free: 5\d\.\d\d GB lack\. .*EAGLE3_HOME"):
-        check_room(tmp_path, free + 50 * 10**9 + 10**9)
+    refuse_lacking([staging_room(tmp_path, free // 2)])
+    with pytest.raises(NoRoom, match=r"GB are free: 5\d(\.\d+)? GB lack: free them, or set EAGLE3_HOME"):
+        refuse_lacking([staging_room(tmp_path, free + 50 * 10**9 + 10**9)])
 
 
 def test_a_store_that_takes_no_object_is_found_at_once(tmp_path: Path) -> None:

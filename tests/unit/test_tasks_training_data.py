@@ -13,7 +13,7 @@ from eagle3.dump.stream import StreamReader
 from eagle3.refs import DumpRef
 from infra.settings import Settings
 from tasks.artifacts import WrongArtifact, dump_folder
-from tasks.inputs import NoRoom
+from tasks.room import NoRoom
 from tasks.training_data import open_training_data
 from tests.dumps import capture, flip_bit, write_dump
 
